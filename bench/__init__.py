@@ -18,7 +18,6 @@ PROGRAMS = {
     "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
-    "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
     "store": "collectives.bench.store",
 }

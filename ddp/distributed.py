@@ -58,11 +58,12 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     code ends the pass of that rank as it would without this module; the other ranks are told. In both cases
     the next iteration may go on, after gradients are zeroed.
 
-    On CUDA devices backward does not wait for the device. There the rank at fault raises at the end of its
-    pass, and the others at their next synchronised forward, when an optimizer may have used the gradients; so
-    it is where a rank is lost. All raise at the end of the pass where the group's waits block the host
-    (``blocking_wait`` of nccl), unused parameters are found, within :meth:`join`, and in the first pass of a
-    static graph.
+    On CUDA devices no pass waits for the device. There the rank at fault raises at the end of its pass, and
+    the others at a later synchronised forward, when an optimizer may have used the gradients; so it is where
+    a rank is lost, which is logged at once. What went wrong in the last passes is raised when the group is
+    destroyed, and logged when the process ends without that. All raise at the end of the pass where the
+    group's waits block the host (``blocking_wait`` of nccl), unused parameters are found, within
+    :meth:`join`, and in the first pass of a static graph.
 
     Forward and backward can be captured into a CUDA graph together, after eleven iterations on another stream
     than the default one, as torch asks for.

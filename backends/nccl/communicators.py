@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclDataType, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
@@ -50,8 +50,6 @@ class StreamedCommunicator:
 
     communicator: Communicator
     stream: Stream
-    handle: int
-    """The number of the stream for NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,7 @@ class Communicators:
 
     Attributes:
         ends: ends them.
+        made: those of all ranks.
         connected: those that operations were issued on, which made their connections.
 
     Args:
@@ -98,25 +97,25 @@ class Communicators:
         self._where = where
         self._refuse = refuse
         self._making: dict[object, threading.Lock] = {}
-        self._all_ranks: dict[Device, StreamedCommunicator] = {}
-        self._pairs: dict[tuple[Device, int], Pair] = {}
+        self.made: dict[CudaDevice, StreamedCommunicator] = {}
+        self._pairs: dict[tuple[CudaDevice, int], Pair] = {}
         self.ends = Ends(library, log)
         self.connected: set[StreamedCommunicator] = set()
 
-    def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
+    def all_ranks(self, device: CudaDevice, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
-        found = self._all_ranks.get(device)
+        found = self.made.get(device)
         if found is not None:
             return found
         with self._making.setdefault("all", threading.Lock()):
-            if device not in self._all_ranks:
+            if device not in self.made:
                 (made,) = self._make(device, "all", range(self._size), limit)
-                self._all_ranks[device] = self._with_stream(device, made)
-            return self._all_ranks[device]
+                self.made[device] = self._with_stream(device, made)
+            return self.made[device]
 
     def pair(
         self,
-        device: Device,
+        device: CudaDevice,
         peer: int,
         limit: timedelta,
         connecting: Callable[[], AbstractContextManager[object]],
@@ -147,13 +146,13 @@ class Communicators:
                 self._pairs[device, peer] = pair
             return self._pairs[device, peer]
 
-    def adopt(self, device: Device, communicator: Communicator) -> None:
+    def adopt(self, device: CudaDevice, communicator: Communicator) -> None:
         """Takes a communicator of all ranks that was split off another group's."""
         self._keep(device, communicator)
-        self._all_ranks[device] = self._with_stream(device, communicator)
+        self.made[device] = self._with_stream(device, communicator)
 
     def split(
-        self, device: Device, color: int, key: int, limit: timedelta, config: NcclConfig | None
+        self, device: CudaDevice, color: int, key: int, limit: timedelta, config: NcclConfig | None
     ) -> Communicator | None:
         """Splits the communicator of all ranks; called by all of them, with no operation under way.
 
@@ -183,7 +182,7 @@ class Communicators:
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
-    def _connect(self, device: Device, pair: Pair) -> None:
+    def _connect(self, device: CudaDevice, pair: Pair) -> None:
         """Connects both directions; both ranks are here.
 
         NCCL connects two ranks within the call of their first message, and blocks the host meanwhile: ranks
@@ -194,10 +193,11 @@ class Communicators:
         with device.issuing.turn(out, into), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
-                out.communicator.send(given.data_ptr(), 1, _BYTE, peer, out.handle)
-                into.communicator.recv(got.data_ptr(), 1, _BYTE, peer, into.handle)
-            device.drop(out.stream, [given])
-            device.drop(into.stream, [got])
+                out.communicator.send(given.data_ptr(), 1, _BYTE, peer, out.stream)
+                into.communicator.recv(got.data_ptr(), 1, _BYTE, peer, into.stream)
+            for one, used in ((out, given), (into, got)):
+                with device.using(one.stream):
+                    device.drop([used])
 
     def _check(self, config: NcclConfig, what: str) -> None:
         """Raises for settings that cannot be passed on, before the other ranks wait in NCCL for this one."""
@@ -207,12 +207,12 @@ class Communicators:
             self._rendezvous.note_refusal()
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
-    def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
+    def _with_stream(self, device: CudaDevice, communicator: Communicator) -> StreamedCommunicator:
         stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
-        return StreamedCommunicator(communicator, stream, device.handle(stream))
+        return StreamedCommunicator(communicator, stream)
 
     def _make(
-        self, device: Device, key: str, ranks: Sequence[int], limit: timedelta, count: int = 1
+        self, device: CudaDevice, key: str, ranks: Sequence[int], limit: timedelta, count: int = 1
     ) -> list[Communicator]:
         """Makes ``count`` communicators of the same ranks."""
         ranks = list(ranks)
@@ -247,7 +247,7 @@ class Communicators:
 
     def _in_time(
         self,
-        device: Device,
+        device: CudaDevice,
         make: Callable[[], Communicator | None],
         what: str,
         ranks: Sequence[int],
@@ -287,7 +287,7 @@ class Communicators:
             raise
         return made.result()
 
-    def _keep(self, device: Device, communicator: Communicator) -> Communicator:
+    def _keep(self, device: CudaDevice, communicator: Communicator) -> Communicator:
         """Notes a communicator, to be ended with the group; ends it here if the group ended meanwhile."""
         self.ends.add(device, communicator)
         try:

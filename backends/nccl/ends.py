@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.logs import Log
 
@@ -35,15 +35,15 @@ class Ends:
     def __init__(self, library: NcclLibrary, log: Log) -> None:
         self._library = library
         self._log = log
-        self._all: list[tuple[Device, Communicator]] = []
-        self._streams: list[tuple[Device, Stream, bool]] = []
+        self._all: list[tuple[CudaDevice, Communicator]] = []
+        self._streams: list[tuple[CudaDevice, Stream, bool]] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._asked = threading.Event()
         self._over = threading.Event()
         self._deadline = 0.0
 
-    def add(self, device: Device, communicator: Communicator) -> None:
+    def add(self, device: CudaDevice, communicator: Communicator) -> None:
         """Takes over a communicator, to be ended with the group."""
         with self._starting:
             self._all.append((device, communicator))
@@ -51,7 +51,7 @@ class Ends:
                 self._thread = threading.Thread(target=self._abort_when_asked, name="nccl abort", daemon=True)
                 self._thread.start()
 
-    def take_stream(self, device: Device, high_priority: bool) -> Stream:
+    def take_stream(self, device: CudaDevice, high_priority: bool) -> Stream:
         """Returns a stream for the operations of a communicator, given back when all have ended."""
         stream = device.take_stream(high_priority)
         self._streams.append((device, stream, high_priority))

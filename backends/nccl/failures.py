@@ -28,6 +28,7 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
+from collectives.logs import Log
 from collectives.store.prefix import PrefixStore
 from collectives.store.records import as_text, fetch, publish
 
@@ -65,6 +66,7 @@ class Failures:
         where: rank and group, to stand in front of a message.
         ending: fails all pending operations and stops NCCL; entered once, with the cause, and left when the
             other ranks have been told, as NCCL may take its time.
+        log: the group's; the cause goes there at once, as nobody may ask for it.
 
     Attributes:
         over: whether the group has ended, and :meth:`refuse` raises.
@@ -77,6 +79,7 @@ class Failures:
         size: int,
         where: str,
         ending: Callable[[DistError], AbstractContextManager[None]],
+        log: Log,
     ) -> None:
         self._store = store
         self._liveness = Liveness(PrefixStore("liveness", store), rank, size)
@@ -85,6 +88,7 @@ class Failures:
         self._where = where
         self._asking = BoundedCalls("nccl store")
         self._ending = ending
+        self._log = log
         self._lock = threading.RLock()
         self._cause: DistError | None = None
         self._left: str | None = None
@@ -268,6 +272,8 @@ class Failures:
             self.over = True
             if pending is not None and pending.error is None:
                 pending.fail(cause)
+        if self._left is None:
+            self._log.error("the group is broken: %s", str(cause).removeprefix(f"{self._where} "))
         with self._ending(cause):
             if lost is not None:
                 self._liveness.publish_lost(lost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import ClassVar
@@ -14,7 +14,7 @@ import torch
 from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators
-from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.device import CudaDevice, Event
 from collectives.backends.nccl.device.used import UsedDevices
 from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.failures import Failures
@@ -30,6 +30,7 @@ from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
 from collectives.core.arguments.staging import clusters, dense_outputs
 from collectives.core.capabilities import Capabilities
+from collectives.core.host_copies import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
 from collectives.core.work import CoalescedWork, Work
 from collectives.errors import DistError
@@ -87,7 +88,7 @@ class ProcessGroupNCCL(ProcessGroup):
     NCCLConfig = NcclConfig
 
     def __init__(
-        self, options: GroupOptions, library: NcclLibrary, devices: type[Device] = CudaDevice
+        self, options: GroupOptions, library: NcclLibrary, devices: type[CudaDevice] = CudaDevice
     ) -> None:
         self.options = checked_options(options.pg_options, options.rank)
         super().__init__(**options.membership())
@@ -100,7 +101,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}", log)
         where = self.where()
         store, rank, size = options.store, options.rank, options.size
-        self._failures = Failures(store, rank, size, where, self._ending)
+        self._failures = Failures(store, rank, size, where, self._ending, log)
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
@@ -127,6 +128,7 @@ class ProcessGroupNCCL(ProcessGroup):
         )
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
         self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
+        self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._bound: torch.device | None = None
         self._global_ranks = options.global_ranks or tuple(range(options.size))
         if options.device_id is not None:
@@ -193,19 +195,16 @@ class ProcessGroupNCCL(ProcessGroup):
         """Returns whether the current stream of a device is being captured into a CUDA graph."""
         return device.type == self._make_device.kind and self._devices[device].capturing()
 
-    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def to_host_later(self, tensor: torch.Tensor) -> HostCopy:
         """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
         device = self._devices[tensor.device]
         if device.capturing():  # the copy would become part of the graph
             return super().to_host_later(tensor)
-        values, event = device.to_host(tensor)
+        return _PinnedCopy(self._failures, device, *device.to_host(tensor))
 
-        def finish() -> torch.Tensor:
-            device.block(event)
-            self._raise_failure()
-            return values
-
-        return finish
+    def check_before_shutdown(self, check: Callable[[], None]) -> None:
+        """Has a function called by :meth:`shutdown`; see :meth:`collectives.ProcessGroup`."""
+        self._checks.append(weakref.WeakMethod(check))
 
     # ---- several at once -----------------------------------------------------------------------------------
 
@@ -370,7 +369,19 @@ class ProcessGroupNCCL(ProcessGroup):
         """Finishes the operations already issued, then frees the communicators.
 
         NCCL may wait there for ranks that have not called this; after ten seconds the group goes on without.
+
+        Raises:
+            DistError: an operation failed after it was waited for, as the last pass of a model may have; the
+                group has ended all the same.
         """
+        with ExitStack() as stack:
+            stack.callback(self._shut_down)
+            while self._checks:  # each is called, and the first error leaves
+                check = self._checks.pop()()
+                if check is not None:
+                    stack.callback(check)
+
+    def _shut_down(self) -> None:
         self._drain()
         if not self._failures.leave(aborts=False):
             return
@@ -379,6 +390,32 @@ class ProcessGroupNCCL(ProcessGroup):
             self._failures.publish_shutdown()
             self._communicators.ends.destroy()
         self._finalizer.detach()
+
+
+class _PinnedCopy(HostCopy):
+    """A copy on its way to pinned memory.
+
+    Args:
+        failures: tells whether the group has ended.
+        device: the device.
+        values: the memory.
+        event: is done when the values are there.
+    """
+
+    def __init__(self, failures: Failures, device: CudaDevice, values: torch.Tensor, event: Event) -> None:
+        self._failures = failures
+        self._device = device
+        self._values = values
+        self._event = event
+
+    def done(self) -> bool:
+        return self._failures.over or self._device.passed(self._event)
+
+    def result(self) -> torch.Tensor:
+        if not self.done():
+            self._device.block(self._event)
+        self._failures.refuse("its outputs may hold anything, as")
+        return self._values
 
 
 def _let_go(ends: Ends, watchdog: Watchdog) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from collectives.backends.nccl.device import Device, Event, Stream
+from collectives.backends.nccl.device import CudaDevice, Event, Stream
 from collectives.core.arguments.validation import fail
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import UnsupportedOperationError
@@ -34,9 +34,13 @@ class Loopback:
         self._lock = threading.Lock()
 
     def issue(
-        self, device: Device, stream: Stream, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        device: CudaDevice,
+        stream: Stream,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
     ) -> None:
-        """Puts messages that start together on a stream; those sent are there for those received.
+        """Puts messages that start together on the current stream; those sent are there for those received.
 
         Raises:
             UnsupportedOperationError: more are received than were sent; nothing is issued.
@@ -50,10 +54,10 @@ class Loopback:
                 self._messages.append((copy, device.record(stream)))
             taken = [self._messages.popleft() for _ in received]
         for tensor, (copy, event) in zip(received, taken, strict=True):
-            device.wait(stream, event)
+            event.wait(stream)
             device.run(stream, partial(tensor.detach().copy_, copy.view(tensor.shape)))
             device.share(stream, copy)
-            device.drop(stream, [copy])
+            device.drop([copy])
 
     def _check(self, messages: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         if len(messages) < len(received):

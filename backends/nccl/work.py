@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from collectives.backends.nccl.device import Device
+from collectives.backends.nccl.device import CudaDevice
 from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
 from collectives.core.arguments.validation import Group
 from collectives.core.work import Work, settle
@@ -161,7 +161,7 @@ class CoalescedOperationWork(Work):
         device: the device of its tensors.
     """
 
-    def __init__(self, name: str, device: Device) -> None:
+    def __init__(self, name: str, device: CudaDevice) -> None:
         self._name = name
         self._device = device
         self._whole: NcclWork | None = None

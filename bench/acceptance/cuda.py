@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
+from unittest import mock
 
 import torch
 
@@ -117,10 +118,20 @@ class CudaPlatform(Platform):
 
     @contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
-        """Lets torch raise where it synchronizes."""
+        """Lets torch raise where it synchronizes, and torch and our backend where they wait for an event.
+
+        Of events, torch's own check knows nothing.
+        """
+
+        def refuse(*_: object) -> NoReturn:
+            raise RuntimeError("this thread would wait for an event")
+
+        events = mock.patch.object(torch.cuda.Event, "synchronize", refuse)
+        ours = mock.patch.object(NcclDevice, "block", refuse)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            yield
+            with events, ours:
+                yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -27,6 +27,7 @@ _BLOCKS: Final = timedelta(seconds=25)
 """Lets ``wait()`` block the host until the error is there."""
 _SHORT_S: Final = 3.0
 _TURNS: Final = 20
+_PAUSE_S: Final = 0.05
 _ERROR_WITHIN_S: Final = 20.0
 
 
@@ -119,11 +120,35 @@ def _loss_in_training(context: Context) -> None:
 
     def goes_on() -> None:
         loss.backward()
-        if group.is_stream_ordered(inputs.device):
-            module(inputs)  # reads how that pass ended
+        while group.is_stream_ordered(inputs.device):  # a forward does not wait for that pass
+            module(inputs)
+            time.sleep(_PAUSE_S)
 
     context.answer_error_of(goes_on)
     group.abort()
+
+
+def _loss_in_the_last_pass(context: Context) -> None:
+    group = context.connected()
+    module = _network(context, group)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    inputs = torch.ones(3, 4).to(context.platform.kind)
+    module(inputs).sum().backward()
+    loss = module(inputs).sum()
+    if context.last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+    optimizer.step()
+    context.answer_error_of(group.shutdown)
+
+
+def _logged_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    """Returns figures of ranks that got an error, and that logged the loss without being asked."""
+    figures = _survivors("PeerLostError", status=-signal.SIGKILL)(ends)
+    for rank, end in enumerate(ends[:-1]):
+        if "the group is broken" not in end.output:
+            raise CheckFailedError(f"rank {rank} logged nothing of it; it said: {end.output}")
+    return figures
 
 
 def _loss_under_blocking_waits(context: Context) -> None:
@@ -211,10 +236,11 @@ CASES: Final[Mapping[str, Case]] = {
     "live_graph": Case("exit with a live CUDA graph", _live_graph, _graph_judge),
     "live_loss": Case("exit with a loss of which nobody calls backward()", _live_loss, _exit_judge),
     "loss_in_training": Case(
-        "no forward that follows a loss in backward()",
+        "a forward that follows a loss in backward()",
         _loss_in_training,
         _survivors("PeerLostError", status=-signal.SIGKILL),
     ),
+    "loss_in_the_last_pass": Case("a loss in the last backward()", _loss_in_the_last_pass, _logged_judge),
     "loss_under_blocking_waits": Case(
         "no backward() that succeeds after a loss, where waits block",
         _loss_under_blocking_waits,

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
-from collectives.bench import ddp, nccl_host_cost
+from collectives.bench import ddp
+from collectives.bench.acceptance import host_cost
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
 from collectives.bench.comparison.goals import check, parse_goal
@@ -20,12 +21,12 @@ __all__ = ["bandwidth_rows", "host_cost_rows", "models_of", "training_rows"]
 
 GOAL: Final = "{ours} <= {theirs} * 1.1 + 10 us"
 """Python's share of a call, and a tenth, which runs of NCCL with itself differ by."""
-LIMITS_US: Final[Mapping[str, float]] = {
-    "all_reduce, asynchronous": 15.0,
-    "all_reduce, synchronous": 15.0,
-    "all_reduce of 10, coalesced": 30.0,
+LIMITS: Final[Mapping[str, tuple[int, float]]] = {
+    "all_reduce, asynchronous": (40, 15.0),
+    "all_reduce, synchronous": (40, 15.0),
+    "all_reduce of 10, coalesced": (55, 30.0),
 }
-"""Most microseconds of a call's host time, by the names of :mod:`collectives.bench.nccl_host_cost`."""
+"""Most frames of Python and microseconds of a call, by the names of ``host_cost``."""
 
 SLOWER: Final = 1.05
 """What an iteration of training may take, of that of torch's wrapper."""
@@ -174,19 +175,21 @@ def host_cost_rows(platform: Platform, short: bool) -> Iterator[Row]:
         platform: says whether times tell.
         short: a few calls.
     """
-    costs: dict[str, nccl_host_cost.Cost] = {}
+    costs: dict[str, host_cost.Cost] = {}
 
     def run() -> Found:
-        costs.update((cost.call, cost) for cost in nccl_host_cost.measure(_SHORT_CALLS if short else _CALLS))
+        costs.update((cost.call, cost) for cost in host_cost.measure(_SHORT_CALLS if short else _CALLS))
         return f"{len(costs)} ways to call", {}
 
     yield checked("host-cost", "all", run)
     for name, cost in costs.items():
-        yield checked("host-cost", name, partial(_cost, cost, LIMITS_US[name], platform.times_tell))
+        yield checked("host-cost", name, partial(_cost, cost, *LIMITS[name], platform.times_tell))
 
 
-def _cost(cost: nccl_host_cost.Cost, limit_us: float, times_tell: bool) -> Found:
+def _cost(cost: host_cost.Cost, frames: int, limit_us: float, times_tell: bool) -> Found:
     found = f"{cost.microseconds:.1f} us, {cost.frames} frames of Python, {cost.c_calls} calls of C"
+    if cost.frames > frames:
+        raise CheckFailedError(f"{found}; {frames} frames are allowed")
     if not times_tell:
         return f"{found}; no verdict on times here", asdict(cost)
     if cost.microseconds > limit_us:

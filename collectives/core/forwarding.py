@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 
+from collectives.core.host_copies import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.recording.flight_record import Totals, add_totals
@@ -27,6 +28,22 @@ def group_behind(group: object) -> ProcessGroup | None:
         return group
     inner = getattr(group, "inner", None)
     return inner if isinstance(inner, ProcessGroup) else None
+
+
+class _CheckedCopy(HostCopy):
+    """A copy of an output of one group, which is good where none of the others is broken."""
+
+    def __init__(self, inner: HostCopy, group: ForwardingGroup) -> None:
+        self._inner = inner
+        self._group = group
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self) -> torch.Tensor:
+        values = self._inner.result()
+        self._group._raise_failure()
+        return values
 
 
 class ForwardingGroup(ProcessGroup):
@@ -64,16 +81,14 @@ class ForwardingGroup(ProcessGroup):
         """Returns whether a group is captured; see :meth:`collectives.ProcessGroup.is_capturing`."""
         return any(group.is_capturing(device) for group in self.inner_groups)
 
-    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def to_host_later(self, tensor: torch.Tensor) -> HostCopy:
         """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
-        finish = self._group_for(tensor).to_host_later(tensor)
+        return _CheckedCopy(self._group_for(tensor).to_host_later(tensor), self)
 
-        def finish_here() -> torch.Tensor:
-            values = finish()
-            self._raise_failure()
-            return values
-
-        return finish_here
+    def check_before_shutdown(self, check: Callable[[], None]) -> None:
+        """Has a function called before each of the groups is shut down in order."""
+        for group in self.inner_groups:
+            group.check_before_shutdown(check)
 
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:  # noqa: ARG002 - derived classes look at it
         """Returns a group that takes a tensor."""

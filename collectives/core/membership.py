@@ -13,6 +13,7 @@ import torch
 
 from collectives.core.arguments import validation as check
 from collectives.core.backend_interface import BackendInterface
+from collectives.core.host_copies import HostCopy, LateHostCopy
 from collectives.core.recording import dump
 from collectives.core.recording.dump_signal import watch_for_signal
 from collectives.core.recording.flight_record import FlightRecord, Totals
@@ -221,17 +222,24 @@ class Membership(BackendInterface):
         """
         return False
 
-    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def to_host_later(self, tensor: torch.Tensor) -> HostCopy:
         """Begins :meth:`to_host`, and does not block.
 
         Args:
             tensor: the output, which stays as it is until its values were asked for.
-
-        Returns:
-            A function, to be called once, that blocks until the values are there and returns them; it raises
-            as :meth:`to_host`.
         """
-        return partial(self.to_host, tensor)
+        return LateHostCopy(partial(self.to_host, tensor))
+
+    def check_before_shutdown(self, check: Callable[[], None]) -> None:
+        """Has a function called when the group is shut down in order, before anything ends.
+
+        For what looks at the results of operations after their Works were waited for, where they may fail
+        later than that. What it raises, :meth:`shutdown` raises after the group has ended. Here ``wait()``
+        raises every error, and nothing is left to be looked at.
+
+        Args:
+            check: a method, whose object is not kept alive.
+        """
 
     def next_monitored_barrier(self) -> int:
         """Returns the number of monitored barriers so far, and counts one more."""

@@ -49,9 +49,9 @@ class Operation:
         collective: name of the collective of the core that carries it out, and of its profiler events; its
             own name where empty.
         offered_as: the operation that must be offered for it; itself where empty.
+        in_place: whether it reads what it writes.
         opcode: number of the core's collective.
         handler: name of the method by which a backend carries it out, unless it takes all calls as one.
-        in_place: whether it reads what it writes.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Operation:
     writes: Literal["all", "root", "others"] = "all"
     collective: str = ""
     offered_as: str = ""
+    in_place: bool = field(init=False)
     opcode: int = field(init=False)
     handler: str = field(init=False)
-    in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("collective", "offered_as"):
             object.__setattr__(self, name, getattr(self, name) or self.name)
+        object.__setattr__(self, "in_place", self.input is Operand.NONE)
         object.__setattr__(self, "opcode", COLLECTIVES[self.collective])
         object.__setattr__(self, "handler", f"_{self.name}")
-        object.__setattr__(self, "in_place", self.input is Operand.NONE)
 
 
 _ONE, _EACH, _PARTS = Operand.ONE, Operand.EACH, Operand.PARTS

@@ -291,7 +291,7 @@ class Reducer:
         What ranks did apart from each other before does not count: a forward without a backward pass, as
         before an exception, or passes under ``no_sync`` of ranks that had more inputs.
         """
-        self._settle()
+        self._settle(together=True)
         self._consensus.progress = Progress(accumulated=self._consensus.progress.has_gradients())
 
     def shadow_forward(self) -> None:
@@ -491,10 +491,12 @@ class Reducer:
         if communicates:
             self._consensus.abandon(current)
 
-    def _settle(self) -> None:
-        """Raises what went wrong on other ranks in the pass before, where that is deferred."""
+    def _settle(self, *, together: bool = False) -> None:
+        """Raises what went wrong on other ranks in earlier passes, where that is deferred."""
         try:
-            self._must_rebuild |= self._consensus.settle()
+            # All ranks lay their buckets out again after the first pass, which blocks anyway.
+            first = self._must_rebuild and not self._was_captured
+            self._must_rebuild |= self._consensus.settle(together=together or first)
         except GradientSyncError:
             self.passes -= 1  # as on the rank that raised in that pass
             self._must_rebuild = False

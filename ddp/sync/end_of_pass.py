@@ -4,18 +4,26 @@ A rank with an error takes part in every reduction all the same and tells the ot
 (:mod:`collectives.ddp.sync.signals`); where one of them did, all ranks exchange their reports
 (:mod:`collectives.ddp.sync.error_report`).
 
-To read the signals of a device is to wait for it. *Deferred*, they are read before the next pass: then a rank
-with an error raises it alone at the end of its pass, and the others learn which rank that was.
+To read the signals of a device is to wait for it. *Deferred*, they are read before a later pass, as soon as
+they are there: then a rank with an error raises it alone at the end of its pass, and the others learn which
+rank that was. Those of the last pass are read when the group is shut down, or else when the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from collectives import Work
+from collectives import DistError, GroupAbortedError, Work
+from collectives.core.host_copies import HostCopy
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Progress
@@ -23,8 +31,31 @@ from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.sync.error_report import ErrorReport, ReportExchange, late_error, sync_error
 from collectives.ddp.sync.signals import ReducedSignals, Signals
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
+from collectives.logs import Log
 
 __all__ = ["Consensus"]
+
+
+_log = Log(__name__)
+
+_EXIT_SECONDS = 10.0
+"""How long the end of the process waits for the last passes of all models."""
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _LatePass:
+    """A pass whose signals were not read at its end.
+
+    Attributes:
+        copy: of the tail.
+        read: returns the signals in it.
+        report: what this rank says of the pass.
+    """
+
+    copy: HostCopy
+    read: Callable[[torch.Tensor], ReducedSignals]
+    report: ErrorReport
 
 
 class Consensus:
@@ -58,13 +89,19 @@ class Consensus:
         self._order = order
         self._device = device
         self._deferred = deferred
-        self._late: list[Callable[[], ReducedSignals]] = []
+        self._late: deque[_LatePass] = deque()
+        self._waits = False
+        self._relayout = False
+        self._out_of_step: ErrorReport | None = None
         self.is_local = False
         self.progress = Progress()
         self._tail: torch.Tensor | None = None  # where the buckets cannot carry the signals
         self._work: Work | None = None
         self._abandoned: list[Work | ReportExchange] = []
         self._signals = self._new_signals()
+        if deferred:
+            averager.group.check_before_shutdown(self.check_last)
+            _check_at_exit(self)
 
     def _new_signals(self) -> Signals:
         counted = self._unused.find_unused or self._unused.static
@@ -95,6 +132,7 @@ class Consensus:
             tail,
             error=bool(current.report),
             relayout=self._order.requests_relayout,
+            waits=self._waits or not self._deferred,
             position=current.position(self.progress),
             used=self._unused.local_used_map(current.counts),
             captured=self._averager.group.is_capturing(tail.device),
@@ -187,39 +225,105 @@ class Consensus:
 
         A rank with an error raises that, and has nothing to settle.
         """
-        if current.report:
-            return ReducedSignals()
-        finish, read = self._averager.group.to_host_later(tail), self._signals.read
-        report = ErrorReport(position=str(current.position(self.progress)))
-        group = self._averager.group
-
-        def settle() -> ReducedSignals:
-            signals = read(finish())
-            if signals.errors:
-                raise late_error(group, self._model, signals.errors)
-            if signals.out_of_step:
-                raise ReportExchange(group, report, self._device).error(self._model)
-            return signals
-
-        self._late.append(settle)
+        if not current.report:
+            copy = self._averager.group.to_host_later(tail)
+            report = ErrorReport(position=str(current.position(self.progress)))
+            self._late.append(_LatePass(copy, self._signals.read, report))
         return ReducedSignals()
 
-    def settle(self) -> bool:
-        """Raises what is wrong with the pass before; returns whether a rank then asked for another layout.
+    def settle(self, *, together: bool = False) -> bool:
+        """Raises what is known to be wrong with earlier passes; returns whether to lay the buckets out again.
 
-        Called before each synchronised pass, on all ranks. Blocks until the signals of that pass are here.
+        Called before each synchronised pass, on all ranks. Does not block: what passes signalled is read when
+        it is here, which may be some passes later, and earlier on one rank than on another.
+
+        What the ranks have to do together, they do before the same pass. Where a rank reads that there is
+        something to be done, its host waits for the end of each pass from then on, and signals so. Where all
+        hosts have waited for a pass, they know that of each other, and act.
+
         While a CUDA graph is captured, nothing can be read, and the next pass that is not settles all; those
         of passes in a graph are the ones of its last replay.
 
+        Args:
+            together: whether all ranks have read all passes by now, as all of them say so here; then blocks.
+
         Raises:
-            GradientSyncError: something went wrong on a rank in the pass before.
+            GradientSyncError: something went wrong on a rank in an earlier pass.
             DistError: the group broke in it, so that there were no averages.
         """
         if not self._late or self._averager.group.is_capturing(self._device):
             return False
-        late, self._late = self._late, []
-        passes = [settle() for settle in late]
-        return any(signals.relayout for signals in passes)
+        while self._late and (together or self._waits or self._late[0].copy.done()):
+            ago = len(self._late)
+            signals = self._read_oldest(
+                "the backward pass before this forward"
+                if ago == 1
+                else f"the last backward pass but {ago - 1}"
+            )
+            together |= signals.all_wait
+            self._waits |= signals.relayout or signals.out_of_step
+        if not (together and self._waits):
+            return False
+        self._waits, relayout, report = False, self._relayout, self._out_of_step
+        self._relayout, self._out_of_step = False, None
+        if report is not None:
+            raise ReportExchange(self._averager.group, report, self._device).error(self._model)
+        return relayout
+
+    def _read_oldest(self, which: str) -> ReducedSignals:
+        """Returns what the oldest pass signalled that was not read; raises the error of a rank in it."""
+        late = self._late.popleft()
+        try:
+            signals = late.read(late.copy.result())
+        except DistError:
+            self._late.clear()  # nothing was averaged in later ones, either
+            raise
+        if signals.errors:
+            raise late_error(self._averager.group, self._model, which, signals.errors, late.report)
+        if signals.out_of_step:
+            self._out_of_step = self._out_of_step or late.report
+        self._relayout |= signals.relayout
+        return signals
+
+    def check_last(self) -> None:
+        """Raises what went wrong in passes that no other followed; blocks until these have ended.
+
+        Called before the group ends, on this rank whether or not on others.
+
+        Raises:
+            GradientSyncError: something went wrong on a rank.
+            DistError: the group broke, so that there were no averages.
+        """
+        while self._late:
+            self._read_oldest("one of the last backward passes")
+        if self._out_of_step is not None:
+            report, self._out_of_step = self._out_of_step, None
+            which = "one of the last backward passes"
+            raise late_error(self._averager.group, self._model, which, (), report)
+
+    def check_at_exit(self, until: float) -> None:
+        """Logs what went wrong in passes that no other followed; does not raise.
+
+        Args:
+            until: when it no longer waits for these to end, on the monotonic clock.
+        """
+        log = _log.of(self._averager.group)
+        try:
+            while self._late and not self._late[-1].copy.done():
+                if time.monotonic() >= until:
+                    log.error(
+                        "the process ends before the last backward pass of %s: its gradients were not "
+                        "averaged, as far as this rank knows, and parameters that an optimizer made of them "
+                        "are this rank's alone",
+                        self._model,
+                    )
+                    return
+                time.sleep(_POLL_SECONDS)
+            self.check_last()
+        except GroupAbortedError:
+            pass  # as the user wanted
+        except Exception as error:  # noqa: BLE001 - nobody is left to catch it
+            log.error("at the end of the process: %s", error)
 
     def abandon(self, current: BackwardPass) -> None:
         """Sends signals and report of a pass that broke off here, without waiting."""
@@ -235,3 +339,24 @@ class Consensus:
         for exchange in abandoned:
             with contextlib.suppress(Exception):
                 exchange.wait()
+
+
+_deferring: weakref.WeakSet[Consensus] = weakref.WeakSet()
+_process = 0
+"""The process in which the end is watched; a child that is forked inherits the function and no pass."""
+
+
+def _check_at_exit(consensus: Consensus) -> None:
+    """Has the last passes checked when the process ends, before what watches their groups does."""
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _deferring.clear()
+        atexit.register(_check_all)
+    _deferring.add(consensus)
+
+
+def _check_all() -> None:
+    until = time.monotonic() + _EXIT_SECONDS
+    for consensus in list(_deferring) if _process == os.getpid() else ():
+        consensus.check_at_exit(until)

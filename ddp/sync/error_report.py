@@ -121,20 +121,28 @@ def sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) ->
     return GradientSyncError("\n".join(lines), reasons)
 
 
-def late_error(group: ProcessGroup, model: str, ranks: Sequence[int]) -> GradientSyncError:
+def late_error(
+    group: ProcessGroup, model: str, which: str, ranks: Sequence[int], report: ErrorReport
+) -> GradientSyncError:
     """Returns the error of ranks that learn of one after the pass.
 
     Args:
         group: the ranks.
         model: the model in words.
-        ranks: those that raised the error.
+        which: the pass in words.
+        ranks: those that raised an error; none where the ranks were out of step.
+        report: what this rank says of the pass.
     """
-    reasons = dict.fromkeys(ranks, "it raised an error at the end of that pass, which tells more")
+    if ranks:
+        reasons = dict.fromkeys(ranks, "it raised an error at the end of that pass, which tells more")
+        why = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, where the error was raised"
+    else:
+        reasons = {group.rank(): report.position}
+        why = f"ranks that were out of step: this rank {report.position}, and others did not. {_OUT_OF_STEP}"
     return GradientSyncError(
-        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of the backward pass before "
-        f"this forward were not averaged, because of rank{'s' if len(ranks) > 1 else ''} "
-        f"{', '.join(map(str, ranks))}, where the error was raised. What an optimizer made of them is wrong: "
-        "load a checkpoint. Over a group whose waits block the host (blocking_wait of nccl), every rank "
-        "raises the whole error at the end of its backward pass.",
+        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of {which} were not averaged, "
+        f"because of {why.removesuffix('.')}. What an optimizer made of them is wrong: load a checkpoint. "
+        "Over a group whose waits block the host (blocking_wait of nccl), every rank raises the whole error "
+        "at the end of its backward pass.",
         reasons,
     )

@@ -18,7 +18,10 @@ import torch
 __all__ = ["Position", "ReducedSignals", "Signals"]
 
 _RELAYOUT = 0
-_FIRST_GROUP = 1
+_GOES_ON = 1
+"""Raised by a rank whose host does not wait for the end of its passes."""
+
+_FIRST_GROUP = 2
 _MODULI = (4, 5, 7)
 """A number is signalled by its remainders: two that differ by less than the product differ in one."""
 
@@ -68,12 +71,14 @@ class ReducedSignals:
         errors: where something went wrong: the ranks, or just 0 where they share one signal for it.
         out_of_step: whether the ranks stand at different positions.
         relayout: whether a rank requests another layout of the buckets.
+        all_wait: whether the hosts of all ranks wait for the end of each pass.
         unused: indices of the parameters that no rank gave a gradient, where that is reported.
     """
 
     errors: Sequence[int] = ()
     out_of_step: bool = False
     relayout: bool = False
+    all_wait: bool = False
     unused: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -103,6 +108,7 @@ class Signals:
         *,
         error: bool,
         relayout: bool,
+        waits: bool,
         position: Position | None,
         used: Sequence[int] | None,
         captured: bool = False,
@@ -113,6 +119,7 @@ class Signals:
             tail: where to; floating, flat.
             error: whether something went wrong on this rank.
             relayout: whether it requests another layout of the buckets.
+            waits: whether its host waits for the end of each pass.
             position: where it stands; ``None`` where it is in step with any.
             used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
             captured: whether this becomes part of a CUDA graph, where no parameters may be unused.
@@ -120,6 +127,7 @@ class Signals:
         header = [0.0] * self._first_used
         header[self._error] = float(error)
         header[_RELAYOUT] = float(relayout)
+        header[_GOES_ON] = float(not waits)
         for place in () if position is None else position.raised():
             header[place] = 1.0
         if self._counted:
@@ -166,6 +174,7 @@ class Signals:
             errors=[rank for rank, value in enumerate(errors) if value != 0],
             out_of_step=out_of_step,
             relayout=values[_RELAYOUT] != 0,
+            all_wait=values[_GOES_ON] == 0,
             unused=frozenset(index for index, value in enumerate(used) if value == 0)
             if 0 in used
             else frozenset(),

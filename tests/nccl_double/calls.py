@@ -27,13 +27,13 @@ _SIGNATURES = {
     "stream_sleep": (ctypes.c_int, _number, ctypes.c_int),
     "stream_synchronize": (ctypes.c_int, _number),
     "event_create": (_number,),
+    "event_destroy": (ctypes.c_int, _number),
     "event_record": (ctypes.c_int, _number, _number),
     "event_wait": (ctypes.c_int, _number, _number),
-    "event_query": (ctypes.c_int, _number),
-    "event_tell": (ctypes.c_int, _number),
-    "event_synchronize": (ctypes.c_int, _number),
+    "tell": (ctypes.c_int, ctypes.c_int),
+    "refuse_to_wait": (ctypes.c_int, ctypes.c_int),
     "set_device": (ctypes.c_int, ctypes.c_int),
-    "capture_begin": (ctypes.c_int, _number),
+    "capture_begin": (ctypes.c_int, _number, ctypes.c_int),
     "capturing": (ctypes.c_int, _number),
     "capture_end": (_number, _number),
     "graph_launch": (ctypes.c_int, _number, _number),
@@ -57,12 +57,15 @@ _failures: list[str] = []
 _numbers = itertools.count(1)
 functions: dict[str, Any] = {}
 """The double's functions, by name."""
+library: list[Path] = []
+"""The file that the double was loaded from."""
 _default: list[int] = []
 """The default stream, once there is one."""
 _pool: list[int] = []
 _next_of_pool = itertools.cycle(range(32))
 
-CAPTURE_ERRORS = {
+CUDA_ERRORS = {
+    800: "this thread would wait for a stream",
     900: "not permitted when a stream is captured",
     901: "a forbidden call has broken the capture off",
     903: "the capture was begun on another stream",
@@ -85,9 +88,10 @@ def _run(number: int) -> None:
 
 def use(path: Path) -> None:
     """Takes the double that this process has loaded from a file."""
-    library = ctypes.CDLL(str(path))
+    library[:] = [path]
+    loaded = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _SIGNATURES.items():
-        function = getattr(library, f"double_{name}")
+        function = getattr(loaded, f"double_{name}")
         function.restype, function.argtypes = result, arguments
         functions[name] = function
 
@@ -96,11 +100,11 @@ def do(name: str, *arguments: object) -> int:
     """Calls a function of the double.
 
     Raises:
-        RuntimeError: the call is forbidden in a capture.
+        RuntimeError: the call is forbidden, as in a capture.
     """
     result = int(functions[name](*arguments))
-    if -result in CAPTURE_ERRORS:
-        raise RuntimeError(f"double_{name}{arguments}: {CAPTURE_ERRORS[-result]} ({-result})")
+    if -result in CUDA_ERRORS:
+        raise RuntimeError(f"double_{name}{arguments}: {CUDA_ERRORS[-result]} ({-result})")
     assert result >= 0, f"double_{name}{arguments}: there is no such stream or event"
     return result
 

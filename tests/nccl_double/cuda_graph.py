@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from nccl_double.calls import CAPTURE_ERRORS, captured, current_stream, do, functions, thread
+from nccl_double.calls import CUDA_ERRORS, captured, current_stream, do, functions, thread
 
 
 class Graph:
-    """Operations that can be carried out again and again, as a ``torch.cuda.CUDAGraph``."""
+    """Operations that can be carried out again and again, as a ``torch.cuda.CUDAGraph``.
 
-    def __init__(self) -> None:
+    Args:
+        mode: what the capture forbids to whom, as ``capture_error_mode`` of ``torch.cuda.graph``.
+    """
+
+    def __init__(self, mode: str = "global") -> None:
+        self._mode = ("global", "thread_local", "relaxed").index(mode)
         self.calls: list[int] = []
         self.kept: list[object] = []
         self._number = 0
@@ -21,7 +26,7 @@ class Graph:
         """Captures what this thread does, on a new stream that becomes the current one."""
         before, stream = current_stream(), do("stream_create")
         do("stream_synchronize", before)
-        do("capture_begin", stream)
+        do("capture_begin", stream, self._mode)
         thread.stream, thread.graph = stream, self
         try:
             yield
@@ -30,7 +35,7 @@ class Graph:
             ended = int(functions["capture_end"](stream))
         self._number = ended
         if ended < 0:
-            raise RuntimeError(f"the capture has failed: {CAPTURE_ERRORS[-ended]} ({-ended})")
+            raise RuntimeError(f"the capture has failed: {CUDA_ERRORS[-ended]} ({-ended})")
 
     def replay(self) -> None:
         """Carries the graph out on the current stream, behind what that holds; does not block."""

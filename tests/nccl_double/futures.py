@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from nccl_double.accesses import tensors_in
+from nccl_double.accesses import is_on_host, tensors_in
 from nccl_double.calls import current_stream, do, pool_stream, thread
 from nccl_double.memory import share
 
@@ -22,11 +22,20 @@ class DoubleFuture(torch.futures.Future[Any]):
     a stream of torch's pool, which has others' work to do before theirs.
     """
 
-    def __init__(self, *, devices: object = None) -> None:
+    def __init__(self, *, devices: Sequence[object] | None = None) -> None:
         super().__init__()
+        self._devices = list(devices or ())
         self._event: int | None = None
 
     def set_result(self, result: Any) -> None:
+        if not self._devices:
+            if any(not is_on_host(tensor) for tensor in tensors_in(result)):
+                raise RuntimeError(
+                    "the value has tensors on a device that the future was not told of, so that nobody would "
+                    "wait for them"
+                )
+            super().set_result(result)
+            return
         self._event = do("event_create")
         do("event_record", self._event, current_stream())
         super().set_result(result)
@@ -51,7 +60,7 @@ class DoubleFuture(torch.futures.Future[Any]):
         super().add_done_callback(call)
 
     def then(self, callback: Callable[[Any], Any]) -> DoubleFuture:
-        following = DoubleFuture()
+        following = DoubleFuture(devices=self._devices)
 
         def call(_: object) -> None:
             try:
@@ -80,10 +89,11 @@ def _on_pool_stream(futures: list[DoubleFuture]) -> Iterator[None]:
 
 def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
     """Returns a future of futures that are done, as ``torch.futures.collect_all``."""
-    collected = DoubleFuture()
+    ours = [future for future in futures if isinstance(future, DoubleFuture)]
+    collected = DoubleFuture(devices=ours[0]._devices if ours else None)
 
     def complete(_: object) -> None:
-        with _on_pool_stream([future for future in futures if isinstance(future, DoubleFuture)]):
+        with _on_pool_stream(ours):
             collected.set_result(futures)
 
     _collect_all(futures).add_done_callback(complete)

@@ -14,8 +14,8 @@ import torch
 from harness import current_store, run_ranks
 
 from collectives.registry.backends import GroupOptions
-from nccl_double import NcclDouble
-from nccl_double.device import DoubleDevice, tensors_on_device, use
+from nccl_double import NcclDouble, cuda
+from nccl_double.device import DoubleDevice, tensors_on_device, use, watch_as_one
 
 SEED_VARIABLE = "COLLECTIVES_TEST_STREAMS_SEED"
 """Environment variable with the seed by which streams are held."""
@@ -30,6 +30,8 @@ def load(path: Path) -> NcclDouble:
     """Loads the double, before either provider is."""
     if path not in _doubles:
         _doubles[path] = NcclDouble(path)
+        cuda.install()
+        watch_as_one()
         os.environ["NUMBA_NCCLLIB"] = str(path.parent)
         use(path)
     return _doubles[path]

@@ -39,6 +39,7 @@ from nccl_double.calls import (
     take_failures,
     thread,
 )
+from nccl_double.cuda import DEVICE
 from nccl_double.futures import DoubleFuture, collect_all
 from nccl_double.late import carry_out, enqueue_operation, written_by
 from nccl_double.memory import forget, give_out
@@ -79,6 +80,22 @@ def _capture(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(into, spec)
 
 
+def _wait_for_host_memory(stream: int, func: Any, args: Any, kwargs: Any) -> None:
+    """Waits for a copy between memory of the host and of the device, unless it was asked not to block."""
+    if any(map(accesses.is_on_host, accesses.tensors_in((args, kwargs)))):
+        copies = func is torch.ops.aten.copy_.default
+        if not (copies and kwargs.get("non_blocking", args[2:] == (True,))):
+            do("stream_synchronize", stream)
+
+
+def _pinned(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Returns new memory of the host, which torch takes from CUDA."""
+    made: torch.Tensor = func(*args, **{**kwargs, "pin_memory": False})
+    forget(made)
+    accesses.keep_on_host(made)
+    return made
+
+
 class _Operations(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,6 +109,8 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace.startswith(("c10d", "_c10d")):  # no kernel: what it calls is looked at
             return func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            return _pinned(func, args, kwargs)
         stream, given = current_stream(), accesses.tensors_in((args, kwargs))
         ranges = accesses.of_call(func, args, kwargs)
         if given and all(accesses.is_on_host(tensor) for tensor in given):
@@ -104,6 +123,7 @@ class _Operations(TorchDispatchMode):
         elif func.overloadpacket.__name__ not in accesses.MAKES_EMPTY:
             late, results = enqueue_operation(stream, func, args, kwargs, ranges)
             if late:
+                _wait_for_host_memory(stream, func, args, kwargs)
                 return results
             if given:
                 do("stream_settle", stream)
@@ -187,6 +207,11 @@ def _watched() -> Iterator[None]:
     assert not found, found
 
 
+def on_device() -> bool:
+    """Returns whether torch's operations of this thread run as those on tensors of a device."""
+    return getattr(thread, "reads", None) is not None
+
+
 def races() -> str:
     """Returns accesses in no order and errors of streams that were not returned before, a line each."""
     return str(functions["races"]().decode()) + take_failures()
@@ -204,6 +229,9 @@ def tensors_on_device() -> Iterator[None]:
         with (
             _watched(),
             mock.patch.object(work, "Future", DoubleFuture),
+            mock.patch.object(torch.futures, "Future", DoubleFuture),
+            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+            mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),
             mock.patch.object(torch.futures, "collect_all", collect_all),
             mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward),
             thread.reads,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 
@@ -20,7 +18,7 @@ from collectives.bench.acceptance.platform import Platform
 from collectives.core.capabilities import Capabilities
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
-from nccl_double import build, calls, device, modes
+from nccl_double import build, calls, device
 from nccl_double.device import DoubleDevice, tensors_on_device
 from nccl_double.groups import load, make_group
 
@@ -109,15 +107,11 @@ class DoublePlatform(Platform):
 
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
-        do, thread = calls.do, threading.get_ident()
-
-        def checked(name: str, *arguments: object) -> int:
-            if name == "stream_synchronize" and threading.get_ident() == thread:
-                raise RuntimeError("this thread would wait for a stream")
-            return do(name, *arguments)
-
-        with mock.patch.object(modes, "do", checked), mock.patch.object(device, "do", checked):
+        calls.do("refuse_to_wait", 1)
+        try:
             yield
+        finally:
+            calls.do("refuse_to_wait", 0)
 
     def finish(self) -> None:
         """Raises, too, where operations accessed memory in no order."""

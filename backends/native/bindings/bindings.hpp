@@ -34,6 +34,7 @@ inline Nanoseconds deadline_in(double seconds) {
 inline std::byte* pointer_from(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 void bind_completions(nanobind::module_& module);
+void bind_cuda(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);
 void bind_host(nanobind::module_& module);
 void bind_mpi(nanobind::module_& module);

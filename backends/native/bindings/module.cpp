@@ -10,6 +10,7 @@ NB_MODULE(_native, module) {
   module.doc() =
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
   collectives::prepare_call_sites();
+  collectives::bind_cuda(module);
   collectives::bind_kernels(module);
   collectives::bind_completions(module);
   collectives::bind_host(module);

@@ -1,144 +1,236 @@
-"""Streams, events and memory of a CUDA device, as torch has them."""
+"""Streams, events and memory of a CUDA device.
+
+A stream is a queue of work on a device, in order and behind the host. The current stream of a thread is where
+its tensor operations go. An event is a place in a stream, for which the host and other streams can wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from collectives.backends.nccl.device.base import Device, Event, Stream
-from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
+import collectives._native as _native
+from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+from collectives.backends.nccl.device.issuing import Issuing
 
-__all__ = ["CudaDevice", "why_no_cuda"]
+__all__ = ["CudaDevice", "Event", "Stream", "why_no_cuda"]
+
+Stream = int
+"""A ``cudaStream_t``; 0 is the legacy default stream."""
+Event = _native.CudaEvent
 
 
 def why_no_cuda() -> str | None:
-    """Returns why torch has no CUDA device here, ``None`` where it has one."""
+    """Returns why there is no CUDA device here, ``None`` where there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a build with it, see pytorch.org"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device; look at the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
+    try:
+        runtime_functions()
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
-class CudaDevice(Device):
-    """A CUDA device.
+class CudaDevice:
+    """A CUDA device, as far as a group needs to know it.
+
+    Methods may be called from any thread, and do not block unless they say so. The core calls the runtime for
+    those that each operation needs.
 
     Args:
         device: ``cuda`` with an index.
 
     Raises:
         ValueError: there is none of that number.
+
+    Attributes:
+        device: the device.
+        issuing: turns of the threads that issue operations of NCCL.
+        is_current: returns whether it is the calling thread's current device.
+        current_stream: returns the calling thread's stream on the device.
+        is_capturing: returns whether a stream is being captured into a CUDA graph; as all that follow, and
+            events, used with the device active: CUDA would open a context on another one.
+        record: returns an event at the present end of a stream.
+        order: lets what is issued to a stream from now on begin when another one has passed what it now
+            holds.
+        drop: empties a list of tensors of the calling thread's stream, which may still use them. The caching
+            allocator gives memory out again in the order of that.
     """
 
     kind: ClassVar[str] = "cuda"
+    _shared: ClassVar[dict[tuple[type[CudaDevice], torch.device], CudaDevice]] = {}
+
+    _raw_stream: Callable[[int], Stream] = staticmethod(
+        getattr(torch._C, "_cuda_getCurrentRawStream", operator.index)
+    )
+    """As ``torch.cuda.current_stream().cuda_stream``, without a stream's object; no matter without CUDA."""
+
+    drop: Callable[[list[torch.Tensor]], None] = staticmethod(list.clear)
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        if not 0 <= device.index < (count := torch.cuda.device_count()):
+        self.device = device
+        self.issuing = Issuing()
+        index = self._open()
+        self._streams = streams = _native.CudaStreams(self._functions(), index)
+        self.is_current = streams.is_current
+        self.is_capturing = streams.is_capturing
+        self.record = streams.record
+        self.order = streams.order
+        self.current_stream = partial(self._raw_stream, index)
+        self._idle: list[tuple[bool, Stream, Event]] = []
+        self._taking = threading.Lock()
+
+    def _open(self) -> int:
+        """Makes the device's context; returns the number by which the runtime knows the device."""
+        index = self.device.index
+        if not 0 <= index < (count := torch.cuda.device_count()):
             raise ValueError(
-                f"there is no {device}: this process sees {count} GPUs, numbered from 0; look at "
+                f"there is no {self.device}: this process sees {count} GPUs, numbered from 0; look at "
                 "CUDA_VISIBLE_DEVICES"
             )
-        torch.zeros(1, device=device)  # NCCL takes the device's context as it finds it, so there must be one
+        torch.zeros(1, device=self.device)  # NCCL takes the context as it finds it, so there must be one
+        return index
+
+    @staticmethod
+    def _functions() -> Sequence[int]:
+        """Returns the addresses of the runtime's functions."""
+        return runtime_functions()
+
+    @classmethod
+    def shared(cls, device: torch.device) -> CudaDevice:
+        """Returns the object of a device, the same for all groups of the process."""
+        key = cls, device
+        if key not in cls._shared:
+            cls._shared.setdefault(key, cls(device))
+        return cls._shared[key]
 
     @classmethod
     def of_rank(cls, rank: int) -> torch.device:
-        """Returns the CUDA device with the rank's number, counted from the first again after the last."""
+        """Returns the CUDA device with the rank's number, counted from the first again after the last.
+
+        It is that of a global rank, where the ranks of a machine have its devices in order.
+        """
         return torch.device("cuda", rank % torch.cuda.device_count())
 
     @staticmethod
     def reduces_float8() -> bool:
-        """Returns whether the device is of compute capability 9.0 or more."""
+        """Returns whether NCCL can compute with 8-bit floats on the calling thread's device.
+
+        It can on those of compute capability 9.0 or more.
+        """
         return torch.cuda.get_device_capability() >= (9, 0)
 
-    def enter(self) -> AbstractContextManager[object] | None:
-        """Makes this the calling thread's CUDA device; returns ``None`` where it is already."""
-        if torch.cuda.current_device() == self.device.index:
-            return None
-        before: AbstractContextManager[object] = torch.cuda.device(self.device)
-        before.__enter__()
-        return before
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Makes this the calling thread's device for the length of a ``with`` block.
 
-    def leave(self, before: AbstractContextManager[object] | None) -> None:
-        """Goes back to the CUDA device before, unless that has no context, which this does not make."""
-        if before is not None:
-            before.__exit__(None, None, None)
+        The device before is the current one again afterwards, unless that has no context, which this does not
+        make.
+        """
+        if self.is_current():
+            yield
+        else:
+            with torch.cuda.device(self.device):
+                yield
 
-    def current_stream(self) -> Stream:
-        """Returns the calling thread's stream on this device."""
-        return torch.cuda.current_stream(self.device)
+    # ---- streams and events ------------------------------------------------------------------------------
+
+    def capturing(self) -> bool:
+        """Returns whether the calling thread's stream is being captured into a CUDA graph."""
+        with self.activate():
+            return self.is_capturing(self.current_stream())
+
+    def take_stream(self, high_priority: bool) -> Stream:
+        """Returns an idle stream that nobody else uses until :meth:`give_back`; not one of torch's pool.
+
+        That has 32 streams, which users get in turn: what waits on one of theirs would hold operations back.
+
+        Args:
+            high_priority: whether the device is to prefer it.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+        with self._taking, self.activate():
+            for place, (priority, stream, end) in enumerate(self._idle):
+                if priority == high_priority and end.done():
+                    del self._idle[place]
+                    return stream
+            return self._make_stream(high_priority)
+
+    def give_back(self, stream: Stream, high_priority: bool) -> None:
+        """Lets others take a stream, as soon as it has passed what it now holds.
+
+        Args:
+            stream: the stream.
+            high_priority: what it was taken with.
+        """
+        with self._taking, self.activate():
+            self._idle.append((high_priority, stream, self.record(stream)))
 
     def _make_stream(self, high_priority: bool) -> Stream:
-        """Returns a stream that the runtime makes, or one of torch's pool where that cannot be found."""
-        priority = -1 if high_priority else 0
-        runtime = loaded_runtime()
-        if runtime is None:
-            return torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
-        made = runtime.make_stream(priority)
-        return torch.cuda.ExternalStream(made, self.device)  # type: ignore[no-untyped-call]
-
-    def handle(self, stream: Stream) -> int:
-        """Returns the ``cudaStream_t``."""
-        return int(stream.cuda_stream)
-
-    def record(self, stream: Stream) -> Event:
-        """Returns a new CUDA event without times."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Makes a stream wait for the event; the host goes on."""
-        stream.wait_event(event)
-
-    def done(self, event: Event) -> bool:
-        """Returns whether the event is done; the GIL is released, and captures of graphs go on."""
-        runtime = loaded_runtime()
-        return bool(event.query()) if runtime is None else runtime.event_done(event.cuda_event)
+        """Returns a new stream, with the device active; it is never destroyed."""
+        return self._streams.make_stream(-1 if high_priority else 0)
 
     def using(self, stream: Stream) -> AbstractContextManager[object]:
-        """Makes a stream the current one, and its device the current device."""
-        return torch.cuda.stream(stream)
+        """Makes a stream the calling thread's current one, and its device the current device."""
+        return torch.cuda.stream(self._of_torch(stream))
 
     def run(self, stream: Stream, function: Callable[[], object]) -> None:
-        """Calls the function now, with the stream as the current one."""
+        """Carries out tensor operations in the order of a stream, without tracking gradients."""
         with self.using(stream), torch.no_grad():
             function()
 
+    def _of_torch(self, stream: Stream) -> Any:
+        return torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+
+    def passed(self, event: Event) -> bool:
+        """Returns whether a stream has got to the event.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+        with self.activate():
+            return event.done()
+
+    def block(self, event: Event) -> None:
+        """Blocks until a stream has got to the event, with the GIL released.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+        with self.activate():
+            event.synchronize()
+
+    # ---- memory ------------------------------------------------------------------------------------------
+
     def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory that the caching allocator gives out again only behind the stream's work."""
+        """Returns a flat tensor, whose memory is given out again only behind the work of a stream."""
         with self.using(stream):
             return torch.empty(count, dtype=dtype, device=self.device)
 
     def share(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """Tells the caching allocator of the stream."""
-        tensor.record_stream(stream)
-
-    def drop(self, stream: Stream, tensors: list[torch.Tensor]) -> None:  # noqa: ARG002
-        """Empties the list now: the caching allocator gives memory out again in the order of its stream."""
-        tensors.clear()
+        """Lets a tensor that belongs to another stream live until this one has passed what it now holds."""
+        tensor.record_stream(self._of_torch(stream))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Copies to pinned memory, which the device writes to without the host."""
+        """Lets the current stream copy a tensor; returns what it copies to, and the event that it has.
+
+        That is pinned memory, which the device writes to without the host.
+        """
         values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         values.copy_(tensor.detach(), non_blocking=True)
-        return values, self.record(self.current_stream())
-
-    def block(self, event: Event) -> None:
-        """Blocks until the event is done."""
-        event.synchronize()
+        with self.activate():
+            return values, self.record(self.current_stream())
 
     def future(self) -> torch.futures.Future[Any]:
-        """Returns a future that makes its users' streams wait for the one that it was completed on."""
+        """Returns a future whose users' streams wait for the one that it was completed on."""
         return torch.futures.Future(devices=[self.device])
-
-    def capturing(self) -> bool:
-        """Returns whether the current stream is being captured into a CUDA graph."""
-        before = self.enter()
-        try:
-            return torch.cuda.is_current_stream_capturing()
-        finally:
-            self.leave(before)

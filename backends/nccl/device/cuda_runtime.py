@@ -1,30 +1,23 @@
-"""Calls of the CUDA runtime that torch has loaded, without the GIL."""
+"""The functions of the CUDA runtime that torch has loaded, for the core, which calls them by address."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["CudaRuntime", "loaded_runtime"]
+import collectives._native as _native
 
-_NOT_READY = 600
-"""``cudaErrorNotReady``"""
-_NON_BLOCKING = 1
-"""``cudaStreamNonBlocking``: the stream does not wait for the legacy default one."""
-_RELAXED_CAPTURE = 2
-"""``cudaStreamCaptureModeRelaxed``"""
+__all__ = ["addresses_in", "runtime_functions"]
+
+_LIBRARIES = ("libcudart.so", "libc10_cuda.so")
+"""Names that the runtime's file, or else one of torch's that needs it, begins with."""
 
 
-class CudaRuntime:
-    """The runtime's library.
-
-    torch asks for an event with the GIL held. That call may have to wait for a lock of the driver, which
-    another thread holds while it allocates memory or loads kernels; all of Python would wait with it. And
-    unless the asking thread has the relaxed capture mode, the question breaks off the captures of all
-    threads.
+def addresses_in(path: str) -> list[int]:
+    """Returns the addresses of the runtime's functions in a loaded library, or in those that it needs.
 
     Args:
         path: its file.
@@ -33,72 +26,35 @@ class CudaRuntime:
         OSError: it cannot be opened.
         AttributeError: it lacks a function.
     """
-
-    def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path)
-        self._query = library.cudaEventQuery
-        self._query.argtypes = (ctypes.c_void_p,)
-        self._make_stream = library.cudaStreamCreateWithPriority
-        self._make_stream.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int)
-        self._last_error = library.cudaGetLastError
-        self._name = library.cudaGetErrorName
-        self._name.argtypes, self._name.restype = (ctypes.c_int,), ctypes.c_char_p
-        self._text = library.cudaGetErrorString
-        self._text.argtypes, self._text.restype = (ctypes.c_int,), ctypes.c_char_p
-        self._exchange_mode = library.cudaThreadExchangeStreamCaptureMode
-
-    def event_done(self, event: int) -> bool:
-        """Returns whether a ``cudaEvent_t`` is done.
-
-        Raises:
-            RuntimeError: the device has met an error.
-        """
-        with self._relaxed_capture():
-            status = self._query(event)
-        if status == _NOT_READY:
-            self._last_error()  # else this thread's next call of torch would find the status there
-            return False
-        self._check(status)
-        return True
-
-    def make_stream(self, priority: int) -> int:
-        """Returns a new ``cudaStream_t`` of the current device.
-
-        Args:
-            priority: lower numbers are preferred.
-
-        Raises:
-            RuntimeError: the device has met an error, or has no memory left.
-        """
-        made = ctypes.c_void_p()
-        with self._relaxed_capture():
-            self._check(self._make_stream(ctypes.byref(made), _NON_BLOCKING, priority))
-        return made.value or 0
-
-    @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        """Lets this thread make calls that would break off captures of other threads."""
-        mode = ctypes.c_int(_RELAXED_CAPTURE)
-        self._exchange_mode(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self._exchange_mode(ctypes.byref(mode))
-
-    def _check(self, status: int) -> None:
-        if status:
-            self._last_error()
-            name, text = self._name(status).decode(), self._text(status).decode()
-            raise RuntimeError(f"CUDA error {status}: {text} ({name})")
+    library = ctypes.CDLL(path)
+    return [
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        for name in _native.CudaStreams.functions()
+    ]
 
 
 @functools.cache
-def loaded_runtime() -> CudaRuntime | None:
-    """Returns the runtime that is mapped into this process, ``None`` where there is none to be found."""
+def runtime_functions() -> Sequence[int]:
+    """Returns the addresses of the functions of the runtime that is mapped into this process.
+
+    Raises:
+        RuntimeError: it is not found, or lacks functions.
+    """
+    why = f"none of {', '.join(_LIBRARIES)} is loaded"
+    for path in _mapped():
+        try:
+            return addresses_in(path)
+        except (OSError, AttributeError) as error:  # noqa: PERF203 - the first path mostly has all
+            why = str(error)
+    raise RuntimeError(f"the CUDA runtime that torch uses cannot be called: {why}")
+
+
+def _mapped() -> Iterator[str]:
+    """Yields the files of this process that have the runtime, or need it, the most likely first."""
+    files: dict[str, None] = {}
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line[line.find("/") :] if "/" in line else ""
-            if Path(path).name.startswith("libcudart.so"):
-                with suppress(OSError, AttributeError):
-                    return CudaRuntime(path)
-    return None
+            if "/" in line:
+                files[line[line.find("/") :]] = None
+    for name in _LIBRARIES:
+        yield from (path for path in files if Path(path).name.startswith(name))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from collectives.backends.nccl.device.base import Device
+from collectives.backends.nccl.device.cuda import CudaDevice
 
 __all__ = ["UsedDevices"]
 
 
-class UsedDevices(dict[torch.device, Device]):
+class UsedDevices(dict[torch.device, CudaDevice]):
     """The devices that a group has used, in order; what is asked for is used.
 
     Attributes:
@@ -20,13 +20,13 @@ class UsedDevices(dict[torch.device, Device]):
         where: rank and group, to stand in front of a message.
     """
 
-    def __init__(self, kind: type[Device], where: str) -> None:
+    def __init__(self, kind: type[CudaDevice], where: str) -> None:
         super().__init__()
         self._kind = kind
         self._where = where
-        self.bound: Device | None = None
+        self.bound: CudaDevice | None = None
 
-    def __missing__(self, device: torch.device) -> Device:
+    def __missing__(self, device: torch.device) -> CudaDevice:
         found = self._kind.shared(device)
         if self.bound is not None and found is not self.bound:
             raise ValueError(
@@ -35,7 +35,7 @@ class UsedDevices(dict[torch.device, Device]):
             )
         return self.setdefault(device, found)
 
-    def for_barrier(self, named: torch.device | int | None, rank: int) -> Device:
+    def for_barrier(self, named: torch.device | int | None, rank: int) -> CudaDevice:
         """Returns the device that the user names, the one bound to, the first one used, or that of the rank.
 
         Args:

@@ -18,7 +18,7 @@ from collectives.backends.nccl.communicators import (
     StreamedCommunicator,
     connects_in_capture,
 )
-from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.nccl.libnccl.interface import NcclLibrary
@@ -54,7 +54,7 @@ class Request:
     """
 
     operation: Operation
-    device: Device
+    device: CudaDevice
     add_calls: Callable[[CallSequence], None]
     outputs: Sequence[torch.Tensor]
     async_op: bool = True
@@ -147,6 +147,9 @@ class Enqueuer:
     def _enqueue(self, requests: list[Request]) -> NcclWork:
         first = requests[0]
         device = first.device
+        if not device.is_current():
+            with device.activate():
+                return self._enqueue(requests)
         outputs: list[torch.Tensor] = []
         blocks, on_current = self._blocking, True
         directions: dict[_Direction, list[Request]] = {}
@@ -162,7 +165,7 @@ class Enqueuer:
             blocks = blocks or request.blocks
             on_current = on_current and not request.async_op
             directions.setdefault((request.peer, request.source), []).append(request)
-        captured = device.capturing()
+        captured = device.is_capturing(device.current_stream())
         if not captured:
             self._release_completed()
         own: tuple[list[Request], list[Request]] | None = None
@@ -174,13 +177,9 @@ class Enqueuer:
         placed = self._placed(directions, captured)
         turn = device.issuing.begin(list(placed))
         try:
-            before = device.enter()
-            try:
-                if self._failures.over:
-                    self._failures.refuse(first.operation)
-                pending = self._issue(requests, placed, own, peers, on_current, captured)
-            finally:
-                device.leave(before)
+            if self._failures.over:
+                self._failures.refuse(first.operation)
+            pending = self._issue(requests, placed, own, peers, on_current, captured)
         finally:
             device.issuing.end(turn)
         with self._releasing:
@@ -223,9 +222,12 @@ class Enqueuer:
         placed: _Placed = {}
         ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
         for (peer, source), requests in ordered:
-            device, limit = requests[0].device, min(request.operation.timeout for request in requests)
+            device, limit = requests[0].device, requests[0].operation.timeout
+            if len(requests) > 1:
+                limit = min(request.operation.timeout for request in requests)
             if peer is None:
-                chosen = self._communicators.all_ranks(device, limit)
+                made = self._communicators.made.get(device)
+                chosen = made or self._communicators.all_ranks(device, limit)
             else:
                 pair = self._communicators.pair(
                     device, peer, limit, partial(self._connecting, requests[0], peer)
@@ -275,7 +277,9 @@ class Enqueuer:
         except NcclError as error:
             refused = error
         kept: list[torch.Tensor] = []
-        streams = dict.fromkeys([sequence.stream for sequence in sequences])  # in order, each once
+        streams: dict[Stream, None] = {}  # in order, each once
+        for sequence in sequences:
+            streams[sequence.stream] = None
         if own is not None and any(own):
             sent, received = ([one.message for one in some if one.message is not None] for some in own)
             self._loopback.issue(device, current, sent, received)
@@ -303,26 +307,25 @@ class Enqueuer:
 
     def _prepare(
         self,
-        device: Device,
+        device: CudaDevice,
         placed: _Placed,
         current: Stream,
         on_current: bool,
         sequences: list[CallSequence],
     ) -> None:
         """Adds the calls of requests, on streams that wait for the current one, or on that."""
-        start = None if on_current or not placed else device.record(current)
         for chosen, some in placed.items():
-            stream, handle = (
-                (current, device.handle(current)) if on_current else (chosen.stream, chosen.handle)
-            )
-            if start is not None:
-                device.wait(stream, start)
-            sequence = CallSequence(device, stream, handle, chosen.communicator)
+            stream = current if on_current else chosen.stream
+            if not on_current:
+                device.order(stream, current)
+            sequence = CallSequence(device, stream, chosen.communicator)
             sequences.append(sequence)
             for request in some:
                 request.add_calls(sequence)
 
-    def _launch(self, device: Device, sequences: Sequence[CallSequence], kept: list[torch.Tensor]) -> None:
+    def _launch(
+        self, device: CudaDevice, sequences: Sequence[CallSequence], kept: list[torch.Tensor]
+    ) -> None:
         """Puts copies and calls on their streams; adds the tensors that they use to ``kept``."""
         calls: list[Callable[[], object]] = []
         for sequence in sequences:
@@ -360,7 +363,7 @@ class Enqueuer:
                 if not queue:
                     del self._unreleased[streams]
         for pending in completed:
-            pending.release(pending.streams[0])
+            pending.release()
 
 
 class _Region(threading.local):
@@ -369,7 +372,7 @@ class _Region(threading.local):
     kept: list[tuple[Request, CoalescedOperationWork]] | None = None
 
 
-def _copy(device: Device, stream: Stream, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy(device: CudaDevice, stream: Stream, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Puts copies on a stream, in one launch where the device can."""
     targets, sources = [to for to, _ in copies], [from_ for _, from_ in copies]
 

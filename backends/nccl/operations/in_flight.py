@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from collectives.backends._shared.operation import Operation
-from collectives.backends.nccl.device import Device, Event, Stream
+from collectives.backends.nccl.device import CudaDevice, Event, Stream
 from collectives.core.recording.flight_record import RecordedOperation
 
 __all__ = ["PendingOperation", "has_completed", "has_ended", "pause"]
@@ -61,7 +61,7 @@ class PendingOperation:
     def __init__(
         self,
         operations: Sequence[Operation],
-        device: Device,
+        device: CudaDevice,
         peers: frozenset[int] | None,
         captured: bool,
         recorded: Sequence[RecordedOperation] = (),
@@ -95,7 +95,7 @@ class PendingOperation:
         self.streams = tuple(streams)
         self._kept = kept
         self.released = not kept
-        self._events = tuple(map(self.device.record, self.streams))
+        self._events = tuple(map(self.device.record, streams))
         self._issued = True
 
     def fail(self, error: Exception) -> None:
@@ -116,11 +116,10 @@ class PendingOperation:
             RuntimeError: the device has met an error.
         """
         if not self._completed and self._issued:
-            before = self.device.enter()  # on another device the question would open a context there
-            try:
-                self._completed = self.captured or all(map(self.device.done, self._events))
-            finally:
-                self.device.leave(before)
+            if not self.device.is_current():
+                with self.device.activate():
+                    return self.completed()
+            self._completed = self.captured or all(event.done() for event in self._events)
             if self._completed:
                 for operation in self._recorded:
                     operation.end()
@@ -131,23 +130,27 @@ class PendingOperation:
         return self.error is not None or self.completed()
 
     def block_stream(self, stream: Stream) -> None:
-        """Makes a stream wait for the operations, unless they are on it.
+        """Makes the current stream wait for the operations, unless they are on it.
 
         Drops the tensors kept if they belong to the stream. Another stream's wait says nothing about the one
         that they would be given out to again.
         """
+        if not self.device.is_current():
+            with self.device.activate():
+                self.block_stream(stream)
+            return
         for own, event in zip(self.streams, self._events, strict=True):
             if own != stream:
-                self.device.wait(stream, event)
+                event.wait(stream)
         if stream == self._origin:
-            self.release(stream)
+            self.release()
 
-    def release(self, stream: Stream) -> None:
-        """Drops the tensors kept, in the order of a stream; the operations come before, or have completed."""
+    def release(self) -> None:
+        """Drops the tensors kept; the current stream comes behind the operations, or they have completed."""
         if self._kept:
             kept, self._kept = self._kept, []
             self.released = True
-            self.device.drop(stream, kept)
+            self.device.drop(kept)
 
 
 def has_completed(pending: PendingOperation) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
-from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclRedOp
 from collectives.backends.nccl.libnccl.interface import Communicator
 from collectives.backends.nccl.operations.reductions import Reduction, reduction_of
@@ -37,12 +37,10 @@ class CallSequence:
     Args:
         device: the device.
         stream: where they run.
-        handle: its number for NCCL.
         communicator: what NCCL's calls go to.
 
     Attributes:
         stream: where they run.
-        handle: its number for NCCL.
         communicator: the communicator.
         before: copies into temporaries.
         calls: calls of NCCL.
@@ -57,15 +55,13 @@ class CallSequence:
         "before",
         "calls",
         "communicator",
-        "handle",
         "kept",
         "made_ops",
         "stream",
     )
 
-    def __init__(self, device: Device, stream: Stream, handle: int, communicator: Communicator) -> None:
+    def __init__(self, device: CudaDevice, stream: Stream, communicator: Communicator) -> None:
         self.stream = stream
-        self.handle = handle
         self.communicator = communicator
         self.before: list[_Copy] = []
         self.calls: list[Callable[[], object]] = []
@@ -123,7 +119,7 @@ class CallSequence:
             *arguments: its arguments but the stream, which is the last.
         """
         if count:
-            self.calls.append(partial(function, *arguments, self.handle))
+            self.calls.append(partial(function, *arguments, self.stream))
 
     def code_of(self, reduction: Reduction) -> int:
         """Returns NCCL's code of a reduction; one with a factor is made, and good for these calls."""
@@ -155,7 +151,7 @@ class CallSequence:
         count = elements * reduction.width
         if count:
             op = self.code_of(reduction)
-            self.calls.append(partial(function, given, into, count, reduction.dtype, op, *root, self.handle))
+            self.calls.append(partial(function, given, into, count, reduction.dtype, op, *root, self.stream))
 
 
 def _unpacked(output: torch.Tensor, flat: torch.Tensor) -> _Copy:
@@ -181,7 +177,7 @@ def _assigned(output: torch.Tensor, given: torch.Tensor) -> _Copy:
 
 def _all_reduce(seq: CallSequence, call: Call) -> None:
     """Reduces tensors over all ranks, in place, each in its own type."""
-    function, calls, handle = seq.communicator.all_reduce, seq.calls, seq.handle
+    function, calls, stream = seq.communicator.all_reduce, seq.calls, seq.stream
     reductions: dict[torch.dtype, tuple[Reduction, int]] = {}
     for own in seq.targets(call.outputs, reads=True):
         count, dtype = own.numel(), own.dtype
@@ -189,11 +185,11 @@ def _all_reduce(seq: CallSequence, call: Call) -> None:
             continue
         if dtype not in reductions:
             made = reduction_of(dtype, call.op)
-            reductions[dtype] = made, seq.code_of(made)
+            reductions[dtype] = made, made.op if made.factor is None else seq.code_of(made)
         reduction, code = reductions[dtype]
         pointer = own.data_ptr()
         calls.append(
-            partial(function, pointer, pointer, count * reduction.width, reduction.dtype, code, handle)
+            partial(function, pointer, pointer, count * reduction.width, reduction.dtype, code, stream)
         )
 
 

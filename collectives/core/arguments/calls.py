@@ -53,9 +53,7 @@ def overload_arguments(
         root: the root, for the form without a record.
         timeout: the time limit, for the form without a record.
     """
-    if not isinstance(opts, Options):
-        opts = record(opts)
-    if isinstance(opts, Options):
+    if opts is not None and isinstance(opts := record(opts), Options):
         return {
             "op": getattr(opts, "reduceOp", None),
             "root": getattr(opts, "rootRank", 0),
@@ -144,7 +142,7 @@ def checked_call(
 def _take_operands(group: Membership, call: Call, outputs: Any, inputs: Any, root_tensor: int) -> None:
     """Takes single tensors, and lists of one for each rank."""
     operation = call.operation
-    name, rank = operation.name, group.rank()
+    name = operation.name
     if operation.output is Operand.ONE:
         what = "tensors" if operation.in_place else "output"
         call.outputs = (check.only_tensor(group, name, outputs, what),)
@@ -161,6 +159,7 @@ def _take_operands(group: Membership, call: Call, outputs: Any, inputs: Any, roo
         return
     if operation.in_place:
         return
+    rank = group.rank()
     if operation.output is Operand.EACH:
         call.outputs = check.check_list(group, name, check.inner_list(outputs), "output list")
     if operation.input is Operand.EACH:

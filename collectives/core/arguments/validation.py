@@ -126,7 +126,8 @@ def only_tensor(group: Group, operation: str, tensors: object, what: str = "tens
             operation,
             f"{what} must hold one tensor, because a process drives one device, but holds {len(tensors)}",
         )
-    return check_tensor(group, operation, tensors[0], what)
+    tensor: torch.Tensor = tensors[0]
+    return tensor if tensor.__class__ is torch.Tensor else check_tensor(group, operation, tensor, what)
 
 
 def inner_list(tensors: Any) -> Any:

@@ -16,102 +16,211 @@ _SOURCE = """
 #include <unistd.h>
 static int last = 0;
 static int mode = 0;
-/* An event is its status; one above 1000 is asked for that many milliseconds and then done. */
-extern "C" int cudaEventQuery(void* event) {
-  long status = (long)event;
-  if (mode != 2) return last = 901; /* cudaErrorStreamCaptureInvalidated: a thread captures a graph */
-  if (status > 1000) { usleep((useconds_t)status * 1000); return 0; }
-  return last = (int)status;
-}
-/* A stream is its flags and priority; there is no priority above 5. */
-extern "C" int cudaStreamCreateWithPriority(void** made, unsigned flags, int priority) {
-  if (mode != 2) return last = 901;
-  if (priority > 5) return last = 2;
-  *made = (void*)(long)(flags * 100 - priority);
+static long made = 0;
+static long recorded = 0;
+static int fail(int status) { return last = status; }
+extern "C" {
+int cudaGetDevice(int* device) { *device = 3; return 0; }
+/* Events are numbers from 1 on. */
+int cudaEventCreateWithFlags(void** event, unsigned flags) {
+  if (mode != 2) return fail(901); /* cudaErrorStreamCaptureInvalidated: a thread captures a graph */
+  if (flags != 2) return fail(1);
+  *event = (void*)++made;
   return 0;
 }
-extern "C" int cudaGetLastError(void) { int was = last; last = 0; return was; }
-extern "C" const char* cudaGetErrorName(int) { return "cudaErrorLaunchFailure"; }
-extern "C" const char* cudaGetErrorString(int) { return "unspecified launch failure"; }
-extern "C" int cudaThreadExchangeStreamCaptureMode(int* given) {
-  int was = mode; mode = *given; *given = was; return 0;
+/* An event is the stream that it is on, and that the status of the event; one above 1000 lasts so many ms. */
+static long streams[100];
+int cudaEventRecord(void* event, void* stream) {
+  ++recorded;
+  if ((long)stream == 77) return fail(400);
+  streams[(long)event] = (long)stream;
+  return 0;
+}
+int cudaEventQuery(void* event) {
+  long status = streams[(long)event];
+  if (mode != 2) return fail(901);
+  if (status > 1000) { usleep((useconds_t)status * 1000); return 0; }
+  return status ? fail((int)status) : 0;
+}
+int cudaEventSynchronize(void* event) { return streams[(long)event] ? fail(719) : 0; }
+int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  return stream == (void*)8 && event && !flags ? 0 : fail(1);
+}
+int cudaStreamIsCapturing(void* stream, int* status) {
+  if ((long)stream < 2) return fail(906); /* cudaErrorStreamCaptureImplicit */
+  *status = (long)stream == 5;
+  return 0;
+}
+/* A stream is its flags and priority; there is no priority above 5. */
+int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  if (mode != 2) return fail(901);
+  if (priority > 5) return fail(2);
+  *stream = (void*)(long)(flags * 100 - priority);
+  return 0;
+}
+int cudaMemcpyAsync(void* to, const void* from, unsigned long bytes, int kind, void* stream) {
+  if (kind != 4 || stream != (void*)8) return fail(1);
+  for (unsigned long i = 0; i < bytes; ++i) ((char*)to)[i] = ((const char*)from)[i];
+  return 0;
+}
+int cudaGetLastError(void) { int was = last; last = 0; return was; }
+const char* cudaGetErrorName(int) { return "cudaErrorLaunchFailure"; }
+const char* cudaGetErrorString(int) { return "unspecified launch failure"; }
+int cudaThreadExchangeStreamCaptureMode(int* given) { int was = mode; mode = *given; *given = was; return 0; }
+long made_events(void) { return made; }
 }
 """
 
 
+def compiled(folder: Path, name: str, source: str) -> Path:
+    written, path = folder / "source.cpp", folder / name
+    written.write_text(source)
+    subprocess.run(
+        [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(path), str(written)], check=True
+    )
+    return path
+
+
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuda_runtime")
-    source, path = folder / "cudart.cpp", folder / "libcudart.so.13"
-    source.write_text(_SOURCE)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(path), str(source)]
-    subprocess.run(command, check=True)
-    return path
+    return compiled(tmp_path_factory.mktemp("cuda_runtime"), "libcudart.so.13", _SOURCE)
 
 
 def asked(rank: int, size: int, path: Path) -> None:
     import ctypes
 
-    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
+    from collectives import _native
+    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
 
     library = ctypes.CDLL(str(path))
-    found = loaded_runtime()
-    assert found is not None
-    assert found.event_done(0) is True
-    assert found.event_done(600) is False
+    streams = _native.CudaStreams(runtime_functions(), 3)
+    assert streams.is_current()
+    assert not _native.CudaStreams(runtime_functions(), 0).is_current()
+    assert streams.record(0).done() is True
+    pending = streams.record(600)
+    assert pending.done() is False
     assert library.cudaGetLastError() == 0, "left behind for the next call of torch"
-    with pytest.raises(RuntimeError, match=r"CUDA error 719: unspecified launch failure \(cudaErrorLaunch"):
-        found.event_done(719)
-    assert found.make_stream(-1) == 101
-    with pytest.raises(RuntimeError, match="CUDA error 2"):
-        found.make_stream(6)
+    for call in (lambda: streams.record(719).done(), lambda: streams.record(719).synchronize()):
+        with pytest.raises(
+            RuntimeError, match=r"CUDA error 719: unspecified launch failure \(cudaErrorLaunch"
+        ):
+            call()
+    with pytest.raises(RuntimeError, match="CUDA error 400"):
+        streams.record(77)
     assert library.cudaGetLastError() == 0
+    assert streams.make_stream(-1) == 101
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        streams.make_stream(6)
     mode = ctypes.c_int(7)
     library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert mode.value == 0, "the thread's own mode is there again"
     library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
+    # Nobody may ask for the default stream while another one is captured.
+    assert [streams.is_capturing(stream) for stream in (0, 1, 4, 5)] == [False, False, False, True]
+    streams.order(8, 0)
+    streams.record(0).wait(8)
+    with pytest.raises(RuntimeError, match="CUDA error 1:"):
+        streams.order(9, 0)
+    given, got = ctypes.c_int64(1234567890123), ctypes.c_int64()
+    streams.copy(ctypes.addressof(got), ctypes.addressof(given), 8, 8)
+    assert got.value == given.value
+
+    # An event that nobody has is used again.
+    assert library.made_events() == 2
+    del pending
+    kept = [streams.record(0) for _ in range(5)]
+    assert library.made_events() == 5
+    del kept
+
     # Python goes on while the driver is busy.
-    asking = threading.Thread(target=found.event_done, args=(2000,))
+    event = streams.record(2000)
+    asking = threading.Thread(target=event.done)
     asking.start()
     turns = 0
     while asking.is_alive():
         time.sleep(0.01)
         turns += 1
     assert turns > 10
+    with pytest.raises(ValueError, match="cudaEventQuery has no address"):
+        _native.CudaStreams([0 if name == "cudaEventQuery" else 1 for name in streams.functions()], 0)
+    with pytest.raises(ValueError, match="an address is missing"):
+        _native.CudaStreams([1], 0)
 
 
-def test_events_are_asked_without_the_lock_of_python(runtime: Path) -> None:
+def test_streams_and_events(runtime: Path) -> None:
     run_ranks(asked, 1, runtime, isolated=True)
 
 
-def nothing_there(rank: int, size: int) -> None:
-    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
+def refused(rank: int, size: int, path: Path | None, why: str) -> None:
+    import ctypes
 
-    assert loaded_runtime() is None
+    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+
+    if path is not None:
+        ctypes.CDLL(str(path))
+    with pytest.raises(RuntimeError, match=f"the CUDA runtime that torch uses cannot be called: {why}"):
+        runtime_functions()
 
 
 without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 
 
 @without_cuda
-def test_no_runtime(runtime: Path) -> None:
-    run_ranks(nothing_there, 1, isolated=True)
-
-
-def incomplete(rank: int, size: int, path: Path) -> None:
-    import ctypes
-
-    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
-
-    ctypes.CDLL(str(path))
-    assert loaded_runtime() is None
+def test_no_runtime() -> None:
+    run_ranks(refused, 1, None, "none of libcudart.so, libc10_cuda.so is loaded", isolated=True)
 
 
 @without_cuda
 def test_a_runtime_without_the_functions(tmp_path: Path) -> None:
-    source, path = tmp_path / "x.cpp", tmp_path / "libcudart.so.1"
+    path = compiled(tmp_path, "libcudart.so.1", "int nothing;")
+    run_ranks(refused, 1, path, ".*cudaGetDevice", isolated=True)
+
+
+def found_by_another(rank: int, size: int, path: Path) -> None:
+    import ctypes
+
+    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+
+    ctypes.CDLL(str(path))
+    assert all(runtime_functions())
+
+
+def of_torch(rank: int, size: int, index: int) -> None:
+    """The device of the product asks torch for a context, and refuses a number that there is not."""
+    from unittest import mock
+
+    from collectives.backends.nccl.device import CudaDevice
+
+    made: list[torch.device] = []
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch, "zeros", side_effect=lambda _, device: made.append(device)),
+        mock.patch.object(CudaDevice, "_functions", return_value=[1] * 13),
+    ):
+        if index > 1:
+            with pytest.raises(ValueError, match="there is no cuda:2: this process sees 2 GPUs"):
+                CudaDevice.shared(torch.device("cuda", index))
+        else:
+            device = CudaDevice.shared(torch.device("cuda", index))
+            assert CudaDevice.shared(torch.device("cuda", index)) is device
+            assert made == [torch.device("cuda", index)]
+            assert [CudaDevice.of_rank(rank).index for rank in range(4)] == [0, 1, 0, 1]
+
+
+@without_cuda
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_context_of_a_device(index: int) -> None:
+    run_ranks(of_torch, 1, index, isolated=True)
+
+
+@without_cuda
+def test_a_runtime_that_another_library_needs(runtime: Path, tmp_path: Path) -> None:
+    """As torch's, where the runtime's own file has another name."""
+    compiled(tmp_path, "libhidden.so", _SOURCE)
+    source, path = tmp_path / "c10.cpp", tmp_path / "libc10_cuda.so"
     source.write_text("int nothing;")
     command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(path), str(source)]
-    subprocess.run(command, check=True)
-    run_ranks(incomplete, 1, path, isolated=True)
+    linked = ["-Wl,--no-as-needed", f"-L{tmp_path}", "-lhidden", f"-Wl,-rpath,{tmp_path}"]
+    subprocess.run([*command, *linked], check=True)
+    run_ranks(found_by_another, 1, path, isolated=True)

@@ -38,7 +38,7 @@ def on_a_held_stream() -> Iterator[Callable[[], bool]]:
 
     device().wait(own, device().record(device().current_stream()))
     with device().using(own):
-        device().run(own, hold)
+        device().call(own, hold)
         try:
             yield lambda: not passed.is_set()
         finally:
@@ -146,7 +146,7 @@ def read_in_a_hook(rank: int, size: int, path: Path) -> None:
         weight.register_hook(read)
         own = device().current_stream()
         device().sleep(own, 0.1)
-        device().run(own, lambda: order.append("stream"))
+        device().call(own, lambda: order.append("stream"))
         (weight * 2).sum().backward()
         torch.autograd.grad((weight * 2).sum(), [weight])
         assert order == ["stream", "host", "host"]

@@ -46,7 +46,7 @@ def overwritten_while_read() -> None:
 
 def a_step_of_a_task() -> None:
     x = torch.zeros(4)
-    device().run(pool_stream(), lambda: x.add_(1))
+    device().call(pool_stream(), lambda: x.add_(1))
 
 
 def noted_too_early() -> None:
@@ -107,7 +107,7 @@ def dropped_while_read() -> None:
     with device().using(other):
         torch.empty(4).copy_(kept[0])
     device().synchronize(device().current_stream())
-    device().drop(other, kept)
+    device().drop(kept)
 
 
 RACES = [
@@ -183,7 +183,7 @@ def steps_known_late() -> None:
     x = torch.zeros(4)
     device().synchronize(device().current_stream())
     device().sleep(own, 0.1)
-    device().run(own, lambda: x.add_(1))
+    device().call(own, lambda: x.add_(1))
     with device().using(own):
         x.add_(1)
         assert x.tolist() == [2.0] * 4
@@ -199,7 +199,7 @@ def replays_in_order() -> None:
         with device().using(other):
             x.add_(1)
         device().wait(own, device().record(other))
-        device().run(own, lambda: x.add_(1))
+        device().call(own, lambda: x.add_(1))
     for _ in range(3):
         graph.replay()
     assert x.tolist() == [9.0] * 4

@@ -317,7 +317,7 @@ def beside_streams_of_users(group: ProcessGroup) -> None:
     goes_on = threading.Event()
     held = {pool_stream() for _ in range(33)}
     for stream in held:
-        device.run(stream, goes_on.wait)
+        device.call(stream, goes_on.wait)
     try:
         own = device.take_stream(high_priority=False)
         with device.using(own):
@@ -405,7 +405,7 @@ def held(group: ProcessGroup, path: Path) -> tuple[int, list[int]]:
     device, own, order = DoubleDevice.shared(CPU), pool_stream(), []
     before = load(path).holds()
     for number in range(200):
-        device.run(own, lambda number=number: order.append(number))
+        device.call(own, lambda number=number: order.append(number))
     device.synchronize(own)
     return load(path).holds() - before, order
 

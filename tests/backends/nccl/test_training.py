@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.test_works import eventually
 from harness import current_store
+from nccl_double.calls import do
 from nccl_double.device import DoubleDevice, Graph
 from nccl_double.groups import SEEDS, load, run_over_double
+from sources import IMPORTED_FROM
 
-from collectives import PeerLostError, ProcessGroup
+from collectives import GroupAbortedError, PeerLostError, ProcessGroup, ReduceOp
 from collectives.backends.nccl.options import Options
 from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -58,46 +66,50 @@ def meet(group: ProcessGroup, name: str) -> None:
 
 
 @contextmanager
-def reads_counted() -> Iterator[list[str]]:
-    """Notes where the host waits for an event."""
-    seen: list[str] = []
-    block = DoubleDevice.block
-
-    def counted(device: DoubleDevice, event: int) -> None:
-        seen.append("event")
-        block(device, event)
-
-    DoubleDevice.block = counted  # type: ignore[method-assign]
+def host_refusing_to_wait() -> Iterator[None]:
+    """Lets a wait of the host for a stream raise."""
+    do("refuse_to_wait", 1)
     try:
-        yield seen
+        yield
     finally:
-        DoubleDevice.block = block  # type: ignore[method-assign]
+        do("refuse_to_wait", 0)
 
 
-def one_read_a_pass(group: ProcessGroup) -> None:
-    """The end of a pass is read at the next synchronised forward, or at the next pass of the same one."""
+def no_wait(group: ProcessGroup) -> None:
+    """However late the device is, after the first pass no host waits for it."""
+    device = DoubleDevice.shared(CPU)
     module = model(group)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(2):
         step(module, optimizer, rows(group.rank()))
-    with reads_counted() as seen:
-        loss = module(rows(group.rank())).sum()
-        assert len(seen) == 1
-        loss.backward(retain_graph=True)
-        assert len(seen) == 1
-        loss.backward()
-        assert len(seen) == 2
+    device.synchronize(device.current_stream())
+    with host_refusing_to_wait():
+        device.sleep(device.current_stream(), 0.5)
+        for _ in range(8):
+            step(module, optimizer, rows(group.rank()))
         with module.no_sync():
             module(rows(group.rank())).sum().backward()
-        assert len(seen) == 2
+        loss = module(rows(group.rank())).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
     with torch.no_grad():
         expected = [p.clone() for p in module.parameters()]
     group.broadcast(expected[0], root=0).wait()
     assert torch.equal(expected[0], next(module.parameters()))
 
 
+def settled(group: ProcessGroup) -> None:
+    """Waits until the next forward of every rank knows how the last pass went."""
+    device = DoubleDevice.shared(CPU)
+    device.synchronize(device.current_stream())
+    meet(group, f"settled {next(_meetings)}")
+
+
+_meetings = itertools.count()
+
+
 def missing_on_one(group: ProcessGroup) -> None:
-    """The rank at fault raises at once, the others name it at their next forward; then all go on."""
+    """The rank at fault raises at once, the others name it at a later forward; then all go on."""
     for first in (False, True):
         module = model(group)
         for _ in range(0 if first else 3):
@@ -106,10 +118,13 @@ def missing_on_one(group: ProcessGroup) -> None:
         if group.rank() == 1:
             with pytest.raises(GradientSyncError, match=r"head\.weight") as caught:
                 module(rows(1), with_head=False).sum().backward()
+            settled(group)
         else:
             module(rows(group.rank())).sum().backward()
+            settled(group)
             with pytest.raises(
-                GradientSyncError, match="because of rank 1, where the error was raised"
+                GradientSyncError,
+                match=r"backward pass before this forward.*because of rank 1, where the error",
             ) as caught:
                 module(rows(group.rank()))
         assert set(caught.value.reasons) == {1}
@@ -118,6 +133,30 @@ def missing_on_one(group: ProcessGroup) -> None:
             module(rows(group.rank())).sum().backward()
         gradient = module.module.head.bias.grad
         assert gradient.tolist() == [3.0] * 2
+
+
+def told_some_passes_later(group: ProcessGroup) -> None:
+    """Ranks whose device is late run further passes before they learn of the error."""
+    device = DoubleDevice.shared(CPU)
+    module = model(group)
+    for _ in range(2):
+        module(rows(group.rank())).sum().backward()
+    settled(group)
+    device.sleep(device.current_stream(), 0.3)
+    if group.rank() == 1:
+        with pytest.raises(GradientSyncError, match=r"head\.weight"):
+            module(rows(1), with_head=False).sum().backward()
+    else:
+        module(rows(group.rank())).sum().backward()
+    for _ in range(2):
+        module(rows(group.rank())).sum().backward()
+    settled(group)
+    if group.rank() != 1:
+        with pytest.raises(GradientSyncError, match=r"last backward pass but 2 .*because of rank 1"):
+            module(rows(group.rank()))
+    module.zero_grad()
+    module(rows(group.rank())).sum().backward()
+    assert module.module.head.bias.grad.tolist() == [3.0] * 2
 
 
 def broken_off_on_one(group: ProcessGroup) -> None:
@@ -138,8 +177,10 @@ def broken_off_on_one(group: ProcessGroup) -> None:
     if group.rank() == 1:
         with pytest.raises(KeyError, match="of the user"):
             loss.backward()
+        settled(group)
     else:
         loss.backward()
+        settled(group)
         with pytest.raises(GradientSyncError, match="because of rank 1"):
             module(given)
     for _ in range(2):
@@ -148,21 +189,73 @@ def broken_off_on_one(group: ProcessGroup) -> None:
     assert module.module.head.bias.grad.tolist() == [3.0] * 2
 
 
+def late_by_turns(group: ProcessGroup, turn: int) -> None:
+    """Makes the hosts of the ranks read what is on the device at different passes."""
+    device = DoubleDevice.shared(CPU)
+    device.sleep(device.current_stream(), 0.02 * ((turn + group.rank()) % 3))
+    if (turn + group.rank()) % 2:
+        time.sleep(0.02)
+
+
 def out_of_step(group: ProcessGroup) -> None:
-    """All ranks find out at their next forward, and say where each of them stood."""
-    module = model(group)
-    for _ in range(2):
+    """All ranks find out before the same forward, and say where each of them stood."""
+    for stray in (1, 0):
+        module = model(group)
+        for _ in range(2):
+            module(rows(group.rank())).sum().backward()
+        if group.rank() == stray:
+            with module.no_sync():
+                module(rows(1)).sum().backward()
+        raised = None
+        for turn in range(40):
+            late_by_turns(group, turn)
+            try:
+                module(rows(group.rank())).sum().backward()
+            except GradientSyncError as error:
+                raised = turn, error
+                break
+        assert raised is not None
+        assert "1 backward passes under no_sync" in str(raised[1])
+        assert set(raised[1].reasons) == {0, 1}
+        turns = torch.tensor([raised[0], -raised[0]])
+        group.allreduce(turns, ReduceOp.MAX).wait()
+        assert turns.tolist() == [raised[0], -raised[0]], "the ranks raised before different passes"
+        module.zero_grad()
         module(rows(group.rank())).sum().backward()
-    if group.rank() == 1:
-        with module.no_sync():
-            module(rows(1)).sum().backward()
-    module(rows(group.rank())).sum().backward()
-    with pytest.raises(GradientSyncError, match="1 backward passes under no_sync") as caught:
         module(rows(group.rank()))
-    assert set(caught.value.reasons) == {0, 1}
-    module.zero_grad()
-    module(rows(group.rank())).sum().backward()
-    module(rows(group.rank()))
+
+
+class Turning(torch.nn.Module):
+    """Four weights whose gradients come in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.full((3,), float(i + 1)) for i in range(4))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(x * self.weights[index])
+        return x
+
+
+def laid_out_again(group: ProcessGroup) -> None:
+    """All ranks change their buckets before the same pass, though they read the request at different ones."""
+    module = DistributedDataParallel(Turning(), process_group=group, bucket_cap_mb=0)
+    seen = []
+    for turn in range(40):
+        late_by_turns(group, turn)
+        order = (0, 1, 2, 3) if turn < 4 else (2, 3, 0, 1)
+        module.zero_grad()
+        module(torch.ones(3), order).sum().backward()
+        buckets = module.reducer.gradients.buckets
+        seen.append([bucket.indices for bucket in buckets])
+        assert module.module.weights[0].grad is not None
+    changed = [turn for turn in range(1, 40) if seen[turn] != seen[turn - 1]]
+    assert len(changed) <= 2
+    assert changed[-1] > 4
+    turns = torch.tensor([changed[-1], -changed[-1]])
+    group.allreduce(turns, ReduceOp.MAX).wait()
+    assert turns.tolist() == [changed[-1], -changed[-1]], "the ranks changed before different passes"
 
 
 def at_once_where_waits_block(group: ProcessGroup) -> None:
@@ -182,9 +275,18 @@ def at_once_where_uses_are_counted(group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [one_read_a_pass, missing_on_one, broken_off_on_one, out_of_step, at_once_where_uses_are_counted],
+    "body",
+    [
+        no_wait,
+        missing_on_one,
+        told_some_passes_later,
+        broken_off_on_one,
+        out_of_step,
+        laid_out_again,
+        at_once_where_uses_are_counted,
+    ],
     ids=lambda body: body.__name__,
-)  # fmt: skip
+)
 def test_the_end_of_a_pass(nccl_library: Path, body: Any) -> None:
     run_over_double(body, 2 if body is not missing_on_one else 3, nccl_library)
 
@@ -196,7 +298,7 @@ def test_errors_at_the_end_of_the_pass(nccl_library: Path) -> None:
 
 
 def lost(group: ProcessGroup, at_once: bool) -> None:
-    """What a rank computed alone is never taken for the average for longer than a pass."""
+    """What a rank computed alone is taken for the average until the loss is found, and no longer."""
     module = model(group)
     module(rows(group.rank())).sum().backward()
     loss = module(rows(group.rank())).sum()
@@ -209,7 +311,10 @@ def lost(group: ProcessGroup, at_once: bool) -> None:
 
     def goes_on() -> None:
         loss.backward()
-        module(rows(0))
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            module(rows(0))
 
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
         goes_on()
@@ -222,6 +327,135 @@ def lost(group: ProcessGroup, at_once: bool) -> None:
 def test_a_rank_is_lost_in_a_pass(nccl_library: Path, at_once: bool) -> None:
     options = {"pg_options": Options(blocking_wait=at_once)}
     run_over_double(lost, 2, nccl_library, at_once, options=options, lost={1}, timeout=100)
+
+
+def logged(what: str) -> list[str]:
+    """Returns where the messages of the package's log from now on are that have something in them."""
+    told: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: what in record.getMessage())
+    logging.getLogger("collectives").addHandler(handler)
+    return told
+
+
+def lost_in_the_last_pass(group: ProcessGroup) -> None:
+    """The loss is logged without anybody asking, and raised by the end of the group."""
+    told = logged("rank 1 is lost")
+    module = model(group)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        step(module, optimizer, rows(group.rank()))
+    loss = module(rows(group.rank())).sum()
+    settled(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+    optimizer.step()
+    assert eventually(lambda: bool(told)), "nothing was logged"
+    assert "the group is broken" in told[0]
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        group.shutdown()
+    group.shutdown()
+
+
+def failed_in_the_last_pass(group: ProcessGroup) -> None:
+    """What one rank raised alone, the end of the group tells the others; all have ended then."""
+    module = model(group)
+    for _ in range(2):
+        module(rows(group.rank())).sum().backward()
+    if group.rank() == 1:
+        with pytest.raises(GradientSyncError, match=r"head\.weight"):
+            module(rows(1), with_head=False).sum().backward()
+        group.shutdown()
+    else:
+        module(rows(group.rank())).sum().backward()
+        with pytest.raises(GradientSyncError, match=r"one of the last backward passes.*because of rank 1"):
+            group.shutdown()
+    with pytest.raises(GroupAbortedError, match="shut down"):
+        group.allreduce(torch.ones(1))
+
+
+def out_of_step_in_the_last_pass(group: ProcessGroup) -> None:
+    module = model(group)
+    for _ in range(2):
+        module(rows(group.rank())).sum().backward()
+    if group.rank() == 1:
+        with module.no_sync():
+            module(rows(1)).sum().backward()
+    module(rows(group.rank())).sum().backward()
+    with pytest.raises(GradientSyncError, match=r"out of step: this rank ran \d forwards"):
+        group.shutdown()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [lost_in_the_last_pass, failed_in_the_last_pass, out_of_step_in_the_last_pass],
+    ids=lambda body: body.__name__,
+)
+def test_the_last_pass(nccl_library: Path, body: Any) -> None:
+    lost = {1} if body is lost_in_the_last_pass else ()
+    run_over_double(body, 2, nccl_library, lost=lost, timeout=100)
+
+
+EXIT = """
+import os, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+import torch
+import collectives
+from collectives.ddp import DistributedDataParallel
+from nccl_double.device import DoubleDevice, tensors_on_device
+from nccl_double.groups import make_group
+rank = int(sys.argv[1])
+store = collectives.FileStore(sys.argv[2], 2)
+group = make_group(Path({library!r}), "cupy", rank, 2, store)
+with tensors_on_device(), DoubleDevice.shared(torch.device("cpu")).activate():
+    torch.manual_seed(1)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    module = DistributedDataParallel(torch.nn.ModuleList([first, second]), process_group=group)
+    module.module.forward = lambda x, both: second(first(x)) if both else first(x)
+    for _ in range(2):
+        module(torch.ones(1, 2), True).sum().backward()
+    if rank == 1 and {dies}:
+        os._exit(7)
+    try:
+        module(torch.ones(1, 2), rank == 0).sum().backward()
+    except collectives.ddp.GradientSyncError:
+        print("raised")
+    if not {dies}:
+        group.barrier().wait()
+print("saved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("dies", "told"),
+    [(True, "rank 1 is lost"), (False, "because of rank 1, where the error was raised")],
+)
+def test_the_last_pass_before_the_process_ends(
+    nccl_library: Path, tmp_path: Path, dies: bool, told: str
+) -> None:
+    """A program that ends without ending its group hears of it, and ends."""
+    path = [str(folder) for folder in IMPORTED_FROM]
+    program = EXIT.format(path=path, library=str(nccl_library), dies=dies)
+    words = [sys.executable, "-c", program]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    assert ranks[0].returncode == 0
+    assert said[0][0] == "saved\n"
+    assert told in said[0][1]
+    assert ranks[1].returncode == (7 if dies else 0)
+    assert said[1][0] == ("" if dies else "raised\nsaved\n")
+    assert told not in said[1][1]
 
 
 # ---- graphs --------------------------------------------------------------------------------------------
@@ -330,8 +564,9 @@ def test_captured_training(nccl_library: Path, arguments: dict[str, Any]) -> Non
 
 
 def in_any_order(group: ProcessGroup, path: Path) -> None:
-    one_read_a_pass(group)
+    no_wait(group)
     missing_on_one(group)
+    laid_out_again(group)
     captured_collectives(group, path)
     captured_training(group, {"gradient_as_bucket_view": True})
 

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from nccl_double.device import DoubleDevice
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
+from collectives.backends.nccl.device import CudaDevice
 from collectives.bench.acceptance import command, cuda, failures, repository, sections, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
@@ -197,25 +199,43 @@ def test_numbers_of_ranks(gpus: int, ranks: list[int]) -> None:
     assert [*numbers_of_ranks(gpus)] == ranks
 
 
-def refused_by_the_double(rank: int, size: int, file: str) -> str:
+def refused_by_the_double(rank: int, size: int, file: str) -> list[str]:
     os.environ[FILE_VARIABLE] = file
     platform = DoublePlatform()
     platform.take(rank, size)
+    device = DoubleDevice.shared(torch.device("cpu"))
     tensor = torch.ones(3)
     platform.delay(0.01)
+    said = []
     with platform.refusing_to_wait():
         total = tensor.add_(1.0).sum()
-        try:
-            total.item()
-        except RuntimeError as error:
-            return str(error)
-    return "nothing"
+        event = device.record(device.current_stream())
+        for wait in (total.item, lambda: device.block(event)):
+            try:
+                wait()
+            except RuntimeError as error:  # noqa: PERF203 - both are asked
+                said.append(str(error))
+    device.block(event)
+    return said
 
 
 def test_the_double_refuses_to_wait(nccl_library: Path) -> None:
     """As torch on CUDA in this mode: what is only put on a stream passes, what needs its end raises."""
     said = run_ranks(refused_by_the_double, 1, str(nccl_library), isolated=True)
-    assert said == ["this thread would wait for a stream"]
+    assert ["this thread would wait for a stream" in one for one in said[0]] == [True, True]
+
+
+def test_cuda_refuses_to_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which torch's own check knows nothing."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    waits = torch.cuda.Event.synchronize, CudaDevice.block
+    with CudaPlatform().refusing_to_wait():
+        for wait in (torch.cuda.Event.synchronize, CudaDevice.block):
+            with pytest.raises(RuntimeError, match="would wait for an event"):
+                wait(None)
+    assert (torch.cuda.Event.synchronize, CudaDevice.block) == waits
+    assert modes == ["error", "default"]
 
 
 def test_platforms_by_module() -> None:

@@ -10,11 +10,11 @@ from nccl_double.platform import DoublePlatform
 
 from collectives.bench import ddp
 from collectives.bench.acceptance import speed
+from collectives.bench.acceptance.host_cost import Cost
 from collectives.bench.acceptance.report import Row, Verdict
 from collectives.bench.comparison.measurement import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.nccl_host_cost import Cost
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 
 
@@ -110,22 +110,26 @@ def test_training_may_take_a_twentieth_more_and_must_agree(
 
 
 def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(speed.LIMITS_US)
+    names = list(speed.LIMITS)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
-    monkeypatch.setattr(speed.nccl_host_cost, "measure", lambda calls: costs)
+    monkeypatch.setattr(speed.host_cost, "measure", lambda calls: costs)
     whole, *judged = speed.host_cost_rows(Devices(), short=True)
     assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
     assert {row.verdict for row in speed.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
+    costs[1] = Cost(names[1], 41, 10, 1.0)  # which are the same everywhere
+    for platform in (Devices(), DoublePlatform()):
+        row = [*speed.host_cost_rows(platform, short=True)][2]
+        assert (row.verdict, row.said[-21:]) == (Verdict.FAILED, "40 frames are allowed")
 
 
 def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: object, **__: object) -> list[Cost]:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(speed.nccl_host_cost, "measure", breaks)
+    monkeypatch.setattr(speed.host_cost, "measure", breaks)
     monkeypatch.setattr(speed.ddp, "Options", breaks)
     rows = [
         *speed.host_cost_rows(Devices(), short=True),

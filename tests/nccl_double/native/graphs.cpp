@@ -17,6 +17,8 @@ struct Graphs {
   std::intptr_t next = 0;
 };
 
+thread_local int capture_mode = kGlobal;
+
 Graphs& graphs() {
   static auto* const all = new Graphs;
   return *all;
@@ -40,6 +42,24 @@ void break_off(const GraphPtr& graph) {
   graph->failed = true;
 }
 
+int exchange_capture_mode(int mode) { return std::exchange(capture_mode, mode); }
+
+bool forbidden_by_a_capture() {
+  if (capture_mode == kRelaxed) return false;
+  std::set<GraphPtr> found;
+  {
+    const std::lock_guard lock(graphs().mutex);
+    for (const auto& [stream, graph] : graphs().captured) {
+      const bool own = graph->thread == std::this_thread::get_id();
+      if (own ? graph->mode != kRelaxed : graph->mode == kGlobal && capture_mode == kGlobal) {
+        found.insert(graph);
+      }
+    }
+  }
+  for (const GraphPtr& one : found) break_off(one);
+  return !found.empty();
+}
+
 bool is_captured(std::intptr_t stream, bool* error) {
   const GraphPtr graph = capture_of(stream);
   if (!graph) return false;
@@ -59,12 +79,14 @@ using namespace nccl_double;
 
 extern "C" {
 
-// Begins to capture a stream.
-int double_capture_begin(std::intptr_t id) {
+// Begins to capture a stream, in a mode of CUDA's.
+int double_capture_begin(std::intptr_t id, int mode) {
   if (id == 0 || !stream_exists(id)) return -1;
   if (capture_of(id)) return -kNotInCapture;
   const auto graph = std::make_shared<Graph>();
   graph->origin = id;
+  graph->thread = std::this_thread::get_id();
+  graph->mode = mode;
   const std::lock_guard lock(graphs().mutex);
   graphs().captured[id] = graph;
   return 0;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,7 +16,13 @@
 
 namespace nccl_double {
 
+// CUDA's modes of captures.
+constexpr int kGlobal = 0;
+constexpr int kThreadLocal = 1;
+constexpr int kRelaxed = 2;
+
 // CUDA's errors of captures.
+constexpr int kNotPermitted = 800;    // cudaErrorNotPermitted
 constexpr int kNotInCapture = 900;    // cudaErrorStreamCaptureUnsupported
 constexpr int kInvalidated = 901;     // cudaErrorStreamCaptureInvalidated
 constexpr int kUnmatched = 903;       // cudaErrorStreamCaptureUnmatched
@@ -34,6 +41,8 @@ struct Graph {
   std::mutex mutex;
   std::vector<Node> nodes;
   std::intptr_t origin = 0;
+  std::thread::id thread;
+  int mode = 0;
   bool failed = false;
   bool ended = false;
   std::map<std::intptr_t, std::set<std::size_t>> reached;  // by stream, the last nodes that it is behind

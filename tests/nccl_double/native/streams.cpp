@@ -286,6 +286,8 @@ int double_stream_synchronize(std::intptr_t id) {
     break_off(graph);
     return -kNotInCapture;
   }
+  if (forbidden_by_a_capture()) return -kNotInCapture;
+  if (refuses_to_wait()) return -kNotPermitted;
   const Clock clock = clock_of(id);
   if (const auto stream = stream_of(id)) stream->synchronize();
   follow(0, clock);

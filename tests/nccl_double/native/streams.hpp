@@ -36,6 +36,15 @@ bool stream_exists(std::intptr_t stream);
 // task, where more accesses of it may become known.
 void enqueue(std::intptr_t stream, std::function<void()> task, const std::vector<Accesses>& operations = {});
 
+// How the calling thread is hindered by captures, a `cudaStreamCaptureMode`; returns the one before.
+int exchange_capture_mode(int mode);
+
+// Whether a wait of the calling thread's host for a stream is an error.
+bool refuses_to_wait();
+
+// Whether a capture forbids the calling thread a call that may be unsafe; breaks that capture off.
+bool forbidden_by_a_capture();
+
 // Whether the stream is being captured; `error` is set where that capture has met an error.
 bool is_captured(std::intptr_t stream, bool* error = nullptr);
 

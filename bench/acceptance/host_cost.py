@@ -1,30 +1,28 @@
 """What does an all-reduce of the nccl backend cost the host, without a GPU and NCCL?
 
-One rank; every call of CUDA and NCCL is stubbed and returns at once: streams and events by methods of Python,
-NCCL's functions by one of the C library that does nothing, which the core calls by its address. Frames of
-Python, those of the stubs among them, and calls of C functions are counted from the call to the end of
-``wait()``, and are the same in every run; the time is the median of many calls without the counting.
+One rank; every function of CUDA and NCCL is stubbed by one of the C library that does nothing, which the core
+calls by its address. All else is what a user's group runs. Frames of Python and calls of C functions are
+counted from the call to the end of ``wait()``, and are the same in every run; the time is the median of many
+calls without the counting.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
 import collectives
+import collectives._native as _native
 from collectives.backends.nccl import ProcessGroupNCCL
-from collectives.backends.nccl.device import Device, Event, Stream
+from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import NcclLibrary
@@ -32,7 +30,7 @@ from collectives.backends.nccl.libnccl.symbols import Symbols
 from collectives.core.types import AllreduceOptions
 from collectives.registry.backends import GroupOptions
 
-__all__ = ["Cost", "add_arguments", "measure", "run"]
+__all__ = ["Cost", "measure"]
 
 _WARM_UP = 100
 _COUNTED = 20
@@ -53,23 +51,6 @@ class Cost:
     frames: int
     c_calls: int
     microseconds: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the program's options to a parser."""
-    parser.add_argument("--calls", type=int, default=5000, metavar="N", help="calls that are timed")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the program as the command line asks; returns 0."""
-    costs = measure(arguments.calls)
-    print(f"{'call':32} {'frames':>7} {'C calls':>8} {'us':>7}")
-    for cost in costs:
-        print(f"{cost.call:32} {cost.frames:7} {cost.c_calls:8} {cost.microseconds:7.1f}")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n")
-    return 0
 
 
 def measure(calls: int) -> list[Cost]:
@@ -127,8 +108,12 @@ def _timed(call: Callable[[], object], calls: int) -> float:
     return statistics.median(times) * 1e6
 
 
+_NOTHING: Final = ctypes.cast(ctypes.CDLL(None).pthread_mutexattr_destroy, ctypes.c_void_p).value or 0
+"""The address of a function of the C library that does nothing and returns 0."""
+
+
 class _Symbols(Symbols):
-    """NCCL's functions; a function of the C library stands for each that does nothing and returns 0."""
+    """NCCL's functions."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -137,7 +122,7 @@ class _Symbols(Symbols):
         return 23007
 
     def _address(self, name: str) -> int:  # noqa: ARG002
-        return super()._address("pthread_mutexattr_destroy")
+        return _NOTHING
 
     def unique_id(self) -> bytes:
         return bytes(UNIQUE_ID_BYTES)
@@ -155,65 +140,23 @@ class _Symbols(Symbols):
         pass
 
 
-class _Device(Device):
+class _Device(CudaDevice):
+    """The device of a user's groups; what it asks of torch and CUDA is stubbed."""
+
     kind: ClassVar[str] = "cpu"
 
-    @classmethod
-    def of_rank(cls, rank: int) -> torch.device:  # noqa: ARG003
-        return torch.device("cpu")
+    _raw_stream = {0: 64}.__getitem__
+
+    def _open(self) -> int:
+        return 0
+
+    @staticmethod
+    def _functions() -> Sequence[int]:
+        return [_NOTHING] * len(_native.CudaStreams.functions())
 
     @staticmethod
     def reduces_float8() -> bool:
         return True
 
-    def enter(self) -> int:
-        return 0
-
-    def leave(self, before: int) -> None:
-        pass
-
-    def current_stream(self) -> Stream:
-        return 0
-
     def _make_stream(self, high_priority: bool) -> Stream:  # noqa: ARG002
-        return 1
-
-    def handle(self, stream: Stream) -> int:
-        return int(stream)
-
-    def record(self, stream: Stream) -> Event:
-        return stream
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        pass
-
-    def done(self, event: Event) -> bool:  # noqa: ARG002
-        return True
-
-    @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:  # noqa: ARG002
-        yield
-
-    def run(self, stream: Stream, function: Callable[[], object]) -> None:  # noqa: ARG002
-        function()
-
-    def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
-        return torch.empty(count, dtype=dtype)
-
-    def share(self, stream: Stream, tensor: torch.Tensor) -> None:
-        pass
-
-    def drop(self, stream: Stream, tensors: list[torch.Tensor]) -> None:  # noqa: ARG002
-        tensors.clear()
-
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        return tensor.clone(), 0
-
-    def block(self, event: Event) -> None:
-        pass
-
-    def future(self) -> torch.futures.Future[Any]:
-        return torch.futures.Future()
-
-    def capturing(self) -> bool:
-        return False
+        return 65
