@@ -69,14 +69,16 @@ void synchronize(const CudaEvent& event) {
 
 void bind_cuda(nb::module_& module) {
   nb::class_<CudaEvent>(module, "CudaEvent")
-      .def("wait", [](const CudaEvent& event, std::uintptr_t stream) { event.wait(pointer_from(stream)); },
-           nb::arg("stream"))
+      .def(
+          "wait", [](const CudaEvent& event, std::uintptr_t stream) { event.wait(pointer_from(stream)); },
+          nb::arg("stream"))
       .def("done", &done)
       .def("synchronize", &synchronize);
   nb::class_<Device>(module, "CudaStreams")
       .def(nb::init<const std::vector<std::uintptr_t>&, int>(), nb::arg("functions"), nb::arg("device"))
-      .def_static("functions",
-                  [] { return std::vector<std::string>(CudaStreams::names.begin(), CudaStreams::names.end()); })
+      .def_static(
+          "functions",
+          [] { return std::vector<std::string>(CudaStreams::names.begin(), CudaStreams::names.end()); })
       .def("is_current", &Device::is_current)
       .def("is_capturing", &Device::is_capturing, nb::arg("stream"))
       .def("make_stream", &Device::make_stream, nb::arg("priority"))
