@@ -42,6 +42,7 @@ from collectives.bench.training.digits import (
     train,
 )
 from collectives.cli import CommandError
+from collectives.cli.output_files import output_folder
 from collectives.ddp import DistributedDataParallel
 from collectives.ranks.processes import RankFailedError, SpawnedRanks
 
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output_folder,
         default=Path(),
         metavar="DIR",
         help="where to leave the JSON file and the plot (default: here)",
@@ -123,7 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: a package is missing or a rank failed.
     """
     _check_packages()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     try:
         outcome = train_in_parallel(arguments.nproc, arguments.steps)

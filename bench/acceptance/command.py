@@ -24,6 +24,7 @@ from collectives.bench.core.arguments import add_files, parse_counts, parse_name
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
 from collectives.cli import CommandError
+from collectives.cli.output_files import output_file
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run over the double of NCCL that the repository's tests have, without a GPU",
     )
     add_files(parser)
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there as Markdown")
+    parser.add_argument(
+        "--markdown", type=output_file, metavar="FILE", help="write the report there as Markdown"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from collectives.backends.algorithms import ALGORITHMS
 from collectives.backends.nccl.libnccl import providers
@@ -30,6 +29,7 @@ from collectives.bench.core.namespaces import NamespacesUnavailableError
 from collectives.bench.core.text import header_lines, parse_sizes, skipped_lines
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
+from collectives.cli.output_files import output_file
 from collectives.ranks.processes import RankFailedError
 
 __all__ = ["READING", "add_arguments", "run"]
@@ -141,7 +141,10 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     )
     add_files(parser)
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size into FILE (PNG)"
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw time and bus bandwidth over size into FILE (PNG)",
     )
 
 

@@ -19,6 +19,7 @@ from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.text import header_lines, parse_sizes
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
+from collectives.cli.output_files import output_file
 
 __all__ = [
     "add_files",
@@ -211,7 +212,7 @@ def check_turns(rounds: int, seconds: float) -> None:
 
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json`` and ``--html``, which :func:`write_files` writes."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to FILE")
     add_page(parser)
 
 
@@ -229,7 +230,7 @@ def _page_path(text: str) -> Path:
     """Converts the argument of ``--html``, before anything is measured."""
     if importlib.util.find_spec("plotly") is None:
         raise argparse.ArgumentTypeError("needs Plotly; install it with: python -m pip install plotly")
-    return Path(text)
+    return output_file(text)
 
 
 def options_from(kind: type[_T], arguments: argparse.Namespace, **renamed: str) -> _T:

@@ -70,6 +70,7 @@ from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_
 from collectives.bench.paper.team import LaunchedTeam, launched_ranks
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
 from collectives.cli import CommandError, mpi_job
+from collectives.cli.output_files import output_file, output_folder
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
@@ -188,6 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
     if names != [REPORT] and arguments.page is not None:
         raise CommandError(f"--page is for the report, but {arguments.figure} is asked for")
     _check_packages(names, arguments)
+    _check_outputs(names, arguments, launched)
     if names not in ([TABLE], [REPORT]):
         job = _job(arguments, names, launched)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
@@ -287,6 +289,18 @@ def _check_packages(names: Sequence[str], arguments: argparse.Namespace) -> None
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"this needs {', '.join(missing)}, not installed; install the extra: {EXTRA}")
+
+
+def _check_outputs(names: Sequence[str], arguments: argparse.Namespace, launched: int | None) -> None:
+    """Checks, before anything is measured, that files can be written where they are asked for."""
+    if launched is not None and not _is_first():
+        return
+    with failing_as_command(argparse.ArgumentTypeError):
+        for folder in (None if names == [REPORT] else arguments.json, arguments.plot):
+            if folder is not None:
+                output_folder(folder)
+        if arguments.page is not None:
+            output_file(arguments.page)
 
 
 def _ranks(arguments: argparse.Namespace, launched: int | None) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from collectives.cli.flight_files import (
     read_files,
     write_for_torch,
 )
+from collectives.cli.output_files import output_file, output_folder
 from collectives.errors import ranks_in_words
 from collectives.registry.capability_table import Table, plain_text
 
@@ -41,9 +42,9 @@ _COLOURS = {"failed": "terrible", "pending": "bad"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="the flight record of a rank")
-    parser.add_argument("--output", "-o", metavar="FILE", type=Path, help="write a trace for viewers")
+    parser.add_argument("--output", "-o", metavar="FILE", type=output_file, help="write a trace for viewers")
     parser.add_argument(
-        "--torch", metavar="FOLDER", type=Path, help="write the collectives for torch's analyzer"
+        "--torch", metavar="FOLDER", type=output_folder, help="write the collectives for torch's analyzer"
     )
 
 
