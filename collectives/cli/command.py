@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,6 +31,10 @@ PROGRAMS = {
     "backends": (
         "collectives.cli.backends",
         "list the backends, why some cannot be used here, and what they can do",
+    ),
+    "conformance": (
+        "collectives.conformance.__main__",
+        "examine backends of torch.distributed: every function with every data type",
     ),
     "demo": (
         "collectives.bench.demo",
@@ -62,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser(words).parse_args(words)
+    if getattr(arguments, "imports", None) and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # for the user's modules, as under `python -m`
     before = signal.signal(signal.SIGTERM, _end)
     try:
         # The ranks that it starts are of one job; those of a launcher would each have another secret.

@@ -1,4 +1,4 @@
-"""``python -m collectives.conformance --backend NAME``: tries what backends of torch can do.
+"""``collectives conformance --backend NAME``: tries what backends of torch can do.
 
 Prints for each function the data types that are ``ok`` (right values for every count and root),
 ``unsupported`` (all ranks raised at the first call, at once, and no failure of group or device), ``wrong``
@@ -14,16 +14,16 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
+from collectives.cli.output_files import output_file
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING
 
-__all__ = ["main", "short_table", "table"]
+__all__ = ["add_arguments", "main", "run", "short_table", "table"]
 
 _SHORT = {
     Status.OK: "right",
@@ -92,13 +92,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():  # found out now, not when all questions are answered
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
-    return path
-
-
 def _why(backend: str, error: RuntimeError) -> str:
     """Returns what to tell of a backend of which no group can be made."""
     known = ", ".join(sorted(n for n in torch_dist.Backend.backend_list if ":" not in n and n != "undefined"))
@@ -107,10 +100,9 @@ def _why(backend: str, error: RuntimeError) -> str:
     return f"{error}\ntorch knows {known}; a module that registers another is named with --import"
 
 
-def _parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the program's options to a parser."""
     known = [*PLAIN, *REDUCING, *MOVING]
-    parser = argparse.ArgumentParser(prog="python -m collectives.conformance", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--backend", dest="backends", action="append", required=True, metavar="NAME",
         help="its name in torch.distributed; may be given more than once",
@@ -135,13 +127,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--details", action="store_true", help="also print why something is not ok")
     parser.add_argument("--markdown", action="store_true", help="print one short table of all backends")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write all answers into FILE")
-    return parser
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all answers into FILE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    """Runs the command as ``python -m collectives.conformance``; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m collectives.conformance", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examines the backends as the command line asks; returns 1 where something is wrong or hangs, else 0."""
     if options.ranks < 2:
         sys.exit("--ranks must be 2 or more: one rank has nobody to agree with")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """A backend of your own: tensors pass through the group's store, as bytes under a key for each.
 
-Run with: python -m collectives.conformance --import store_backend --backend store
+Run with: collectives conformance --import store_backend --backend store
 """
 
 import ctypes
@@ -10,6 +10,7 @@ from collections import Counter
 import torch
 
 import collectives as dist
+from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import OPERATIONS, Capabilities
 from collectives.core.operations import ALL_GATHER
 from collectives.core.work import CompletedWork, FinishingWork
@@ -37,24 +38,26 @@ class StoreGroup(dist.ProcessGroup):
         return f"{about} {self.numbers[about]}"
 
     def put(self, key, tensor):
-        dense = tensor.detach().contiguous()
-        self._store.set(key, ctypes.string_at(dense.data_ptr(), dense.nbytes))
+        given = dense(tensor)
+        self._store.set(key, ctypes.string_at(given.data_ptr(), given.nbytes))
         return CompletedWork([tensor])
 
     def take(self, keys, outputs, timeout=None):
         limit = timeout or self.timeout
         deadline = time.monotonic() + limit.total_seconds()
+        staged = dense_outputs(outputs)
 
         def read():
-            for key, output in zip(keys, outputs, strict=True):
+            for key, into in zip(keys, staged.stand_ins, strict=True):
                 while not self._store.check([key]):
                     if self.ended:
                         raise dist.GroupAbortedError(f"{self.where()} aborted on this rank")
                     if time.monotonic() > deadline:
                         raise dist.CollectiveTimeoutError(f"{self.where()} no {key!r} within {limit}")
                     time.sleep(1e-4)
-                if data := bytearray(self._store.get(key)):
-                    output.detach().copy_(torch.frombuffer(data, dtype=output.dtype).view(output.shape))
+                data = bytes(self._store.get(key))
+                ctypes.memmove(into.data_ptr(), data, min(len(data), into.nbytes))
+            staged.write_back()
 
         return FinishingWork(CompletedWork(), read, outputs, async_op=False)  # reads when somebody waits
 

@@ -33,10 +33,10 @@ def _words(command: str, environment: dict[str, str], folder: Path) -> list[str]
 
 
 @pytest.fixture
-def run_program(tmp_path: Path) -> Callable[[str, Path], str]:
+def run_program(tmp_path: Path) -> Callable[..., str]:
     """Gives a function that runs a command in a folder and returns its output; a failure shows it all."""
 
-    def run(command: str, folder: Path) -> str:
+    def run(command: str, folder: Path, limit_s: float = _LIMIT_S) -> str:
         # Lightning begins an MPI of one rank where mpi4py is installed, which leaves a file behind.
         environment = {
             **os.environ,
@@ -49,7 +49,7 @@ def run_program(tmp_path: Path) -> Callable[[str, Path], str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

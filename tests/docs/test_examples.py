@@ -61,7 +61,7 @@ def run_script(name: str) -> str:
 
 @pytest.mark.parametrize("example", [*PYTHON, *SHELL], ids=lambda path: path.name)
 def test_example_is_short(example):
-    assert len(code_lines(example)) < 70
+    assert len(code_lines(example)) < 75
 
 
 @pytest.mark.full
@@ -79,13 +79,12 @@ def test_training_survives_a_rank_that_serves_no_store(run_program):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(400)
 def test_own_backend_conforms(run_program):
+    """As written, which ends with status 0 where all is right that it offers."""
     command = re.search(r"Run with: (.+)", (EXAMPLES / "store_backend.py").read_text("utf-8")).group(1)
-    asked = ["barrier", "all_reduce", "isend, recv", "object collectives"]
-    said = run_program(
-        command + " --dtype float32" + "".join(f" --function '{name}'" for name in asked), EXAMPLES
-    )
-    for name in asked:
+    said = run_program(command, EXAMPLES, limit_s=350)
+    for name in ("barrier", "all_reduce", "isend, recv", "object collectives"):
         assert re.search(rf"^{name} +ok ", said, re.MULTILINE), said
 
 

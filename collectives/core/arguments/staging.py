@@ -11,6 +11,10 @@ from collectives.core.work import FinishingWork, Work
 __all__ = ["clusters", "dense", "dense_outputs", "is_dense", "repeats_elements", "write"]
 
 
+_UNCOPIED = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+"""Types that torch has no copy for; an element takes a byte."""
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether memory holds the values in row-major order, without gaps or lazy conjugation."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -20,6 +24,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` itself where it is dense, else a dense copy; detached from autograd."""
     if is_dense(tensor):
         return tensor.detach()
+    if tensor.dtype in _UNCOPIED:
+        return tensor.detach().view(torch.uint8).contiguous().view(tensor.dtype)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -65,6 +71,8 @@ def write(output: torch.Tensor, values: torch.Tensor) -> None:
     """Copies values, of any shape with as many elements, into the output of an operation."""
     # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
     with torch.inference_mode() if output.is_inference() else torch.no_grad():
+        if output.dtype in _UNCOPIED:
+            output, values = output.view(torch.uint8), values.view(torch.uint8)
         output.copy_(values.view(output.shape))
 
 

@@ -1,4 +1,4 @@
-"""``python -m collectives.conformance`` as users run it."""
+"""``collectives conformance`` as users run it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_wrong_arguments(capsys, tmp_path):
     assert "no data type" in capsys.readouterr().err
     for name, value, reason in (
         ("--timeout", "0", "more than 0"),
-        ("--json", str(tmp_path / "none" / "file"), "no folder"),
+        ("--json", str(tmp_path), "cannot be written: Is a directory"),
     ):
         with pytest.raises(SystemExit):
             main(["--backend", "gloo", name, value])
