@@ -15,6 +15,7 @@ from torch import nn
 
 from collectives import ProcessGroup
 from collectives.ddp.autograd.dynamo import run_module, splits_graphs
+from collectives.ddp.autograd.transforms import outside_transforms
 from collectives.ddp.autograd.trees import tensors_in
 from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
@@ -329,6 +330,12 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
+        with outside_transforms():
+            forward = self._communicate_before_forward()
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
+        return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
+
+    def _communicate_before_forward(self) -> Forward:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._follow_changes()
         root = self._notify_forward(averages=sync)
@@ -337,8 +344,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             forward = self.reducer.begin_forward(sync=sync)
         if self.will_sync_module_buffers():
             self._buffer_sync(root)
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
-        return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
+        return forward
 
     def _after_forward(self, forward: Forward, output: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
