@@ -50,7 +50,7 @@ class PrefixStore(Store):
 
     @property
     def scope(self) -> str:
-        """What is put before a key in the proof of a record: its world, as far as known, and all prefixes."""
+        """The world, as far as known, and all prefixes, which the proof of a record puts before its key."""
         return self._scope
 
     @property
