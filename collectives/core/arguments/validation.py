@@ -109,25 +109,22 @@ def _check_memory(group: Group, operation: str, tensor: torch.Tensor, what: str)
 
 def only_tensor(group: Group, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
     """Returns the tensor in a list of one, or a tensor given as it is."""
-    if tensors.__class__ is torch.Tensor and _has_address(tensors):
-        return tensors
-    if isinstance(tensors, torch.Tensor):
-        return check_tensor(group, operation, tensors, what)
-    if not isinstance(tensors, (list, tuple)):
-        fail(
-            group,
-            operation,
-            f"{what} must be a tensor or a list of one, but is {type(tensors).__name__}",
-            TypeError,
-        )
-    if len(tensors) != 1:
-        fail(
-            group,
-            operation,
-            f"{what} must hold one tensor, because a process drives one device, but holds {len(tensors)}",
-        )
-    tensor: torch.Tensor = tensors[0]
-    return tensor if tensor.__class__ is torch.Tensor else check_tensor(group, operation, tensor, what)
+    tensor: Any = tensors
+    if tensors.__class__ is not torch.Tensor and not isinstance(tensors, torch.Tensor):
+        if not isinstance(tensors, (list, tuple)):
+            kind = type(tensors).__name__
+            fail(group, operation, f"{what} must be a tensor or a list of one, but is {kind}", TypeError)
+        if len(tensors) != 1:
+            reason = "must hold one tensor, because a process drives one device"
+            fail(group, operation, f"{what} {reason}, but holds {len(tensors)}")
+        tensor = tensors[0]
+    if tensor.__class__ is torch.Tensor:
+        try:  # what _has_address says, without its frame
+            if tensor.data_ptr():
+                return tensor
+        except RuntimeError:
+            pass
+    return check_tensor(group, operation, tensor, what)
 
 
 def inner_list(tensors: Any) -> Any:
