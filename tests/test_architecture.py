@@ -37,7 +37,7 @@ MAY_USE = {
     "ddp": {"dynamo", "errors", "logs", "core", "ddp"},
     "ranks": {"secret", "ranks"},
     "testing": {"ranks"},
-    "conformance": {"errors", "core", "registry", "ranks", "conformance"},
+    "conformance": {"errors", "core", "registry", "ranks", "cli", "conformance"},
     "integrations": {"ddp"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "conformance", "bench"},
     "cli": {"errors", "secret", "_native", "registry", "core", "cli"},

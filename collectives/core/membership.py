@@ -227,6 +227,9 @@ class Membership(BackendInterface):
 
         Args:
             tensor: the output, which stays as it is until its values were asked for.
+
+        Returns:
+            The copy, whose ``result()`` waits for the values.
         """
         return LateHostCopy(partial(self.to_host, tensor))
 

@@ -25,7 +25,7 @@ COMMANDS = sorted(
         for page in PAGES
         for form in (r"^collectives ((?:.*\\\n)*.*)$", r"`collectives ([^`]+)`")
         for command in re.findall(form, page.read_text("utf-8"), re.MULTILINE)
-        if "..." not in command and command != "bench"
+        if "..." not in command and command not in {"bench", "conformance"}
     }
 )
 """Those of blocks and those within text, but for what stands for several."""

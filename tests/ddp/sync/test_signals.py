@@ -30,7 +30,14 @@ class Transfers(TorchDispatchMode):
 
 def transfers(signals: Signals, tail: torch.Tensor, **about: Any) -> int:
     """Returns how often writing signals waits for the device."""
-    given = {"error": False, "relayout": False, "position": Position(1), "used": None, **about}
+    given = {
+        "error": False,
+        "relayout": False,
+        "waits": False,
+        "position": Position(1),
+        "used": None,
+        **about,
+    }
     with Transfers() as seen:
         signals.write(tail, **given)
     return seen.count
@@ -54,7 +61,7 @@ def test_what_is_captured_reads_no_memory_of_the_signals() -> None:
     """Which is given back when others are kept, while the graph goes on."""
     signals = Signals(2)
     tail = torch.zeros(signals.size)
-    about: dict[str, Any] = {"error": False, "relayout": False, "used": None}
+    about: dict[str, Any] = {"error": False, "relayout": False, "waits": False, "used": None}
     signals.write(tail, position=Position(1), **about)
 
     class Sources(TorchDispatchMode):
@@ -76,16 +83,16 @@ def test_what_is_written_is_read() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tail = tail.to(dtype)
         for _ in range(2):
-            signals.write(tail, error=False, relayout=True, position=Position(1), used=[1, 0, 1])
+            signals.write(tail, error=False, relayout=True, waits=False, position=Position(1), used=[1, 0, 1])
             told = signals.read(tail)
             assert (told.errors, told.out_of_step, told.relayout, told.unused) == ([], False, True, {1})
             tail.zero_()
-        signals.write(tail, error=True, relayout=False, position=None, used=None)
+        signals.write(tail, error=True, relayout=False, waits=False, position=None, used=None)
         told = signals.read(tail)
         assert (told.errors, told.relayout, told.unused) == ([0], False, frozenset())
     one, other = torch.zeros(2, signals.size)
-    signals.write(one, error=False, relayout=False, position=Position(1), used=None)
-    signals.write(other, error=False, relayout=False, position=Position(2), used=None)
+    signals.write(one, error=False, relayout=False, waits=False, position=Position(1), used=None)
+    signals.write(other, error=False, relayout=False, waits=False, position=Position(2), used=None)
     assert not signals.read(one).out_of_step
     assert signals.read((one + other) / 2).out_of_step
 
@@ -99,6 +106,8 @@ def test_each_rank_may_have_a_signal_for_its_errors() -> None:
     ranks = [Signals(0, 3, rank) for rank in range(3)]
     tails = torch.zeros(3, ranks[0].size)
     for rank, signals in enumerate(ranks):
-        signals.write(tails[rank], error=rank > 0, relayout=False, position=Position(1), used=None)
+        signals.write(
+            tails[rank], error=rank > 0, relayout=False, waits=False, position=Position(1), used=None
+        )
     assert ranks[0].read(tails.mean(0)).errors == [1, 2]
     assert ranks[0].read(tails[0]).errors == []
