@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives.core.arguments.validation import seconds
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.dynamo import leave_names_uncompiled
 from collectives.registry import backends as registry
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.time_limits import time_limit
 
 __all__ = [
     "ProcessGroup",
@@ -101,11 +101,11 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         This rank's group; ``shutdown()`` ends it.
 
     Raises:
-        ValueError: the backend is not known, or does not serve the device.
-        TypeError: it has no such option; raised before ranks meet.
+        ValueError: the backend is not known, or does not serve the device; or ``timeout`` is not positive.
+        TypeError: it has no such option, or ``timeout`` is no ``timedelta``; raised before ranks meet.
     """
     place = torch.device(device)
-    seconds(timeout)
+    timeout = time_limit(timeout)
     if backend not in _factories:
         served = registry.backend_spec(backend).devices
         if place.type not in served:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store as TorchStore
 from collectives.dynamo import Uncompiled
 from collectives.errors import DistStoreError, QueueEmptyError
 from collectives.store.keep_alive import keep_if_held, sweep
+from collectives.time_limits import time_limit
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "TorchStore"]
 
@@ -286,7 +287,7 @@ class Store(TorchStore, Uncompiled):
         Args:
             timeout: the limit; zero or less means not to wait.
         """
-        super().set_timeout(_clamped(timeout))
+        super().set_timeout(time_limit(timeout, positive=False))
 
     # Names under which torch's C++ code looks two of the methods up.
 
@@ -361,7 +362,7 @@ class Store(TorchStore, Uncompiled):
     # For subclasses.
 
     def _seconds(self, timeout: timedelta | None) -> float:
-        limit = self.timeout if timeout is None else _clamped(timeout)
+        limit = self.timeout if timeout is None else time_limit(timeout, positive=False)
         return max(0.0, limit.total_seconds())
 
     def _raise_timeout(self, operation: str, missing: Sequence[str], limit: float) -> NoReturn:
@@ -397,13 +398,6 @@ def _lacking(store: Store, method: str) -> str:
         f"Not implemented: {type(store).__name__} has no {method}(), which a store of one's own "
         "may do without; give it one, or use a TCPStore, FileStore or HashStore"
     )
-
-
-def _clamped(timeout: timedelta) -> timedelta:
-    """Returns a limit that C++ can hold: torch counts milliseconds in 64 bits, and adds them to clocks."""
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}: {timeout!r}")
-    return min(timeout, timedelta(days=36500))
 
 
 def _key(key: str) -> str:

@@ -14,6 +14,7 @@ from torch.futures import Future
 from collectives.core.completions import complete_later
 from collectives.core.work import CompletedWork, NotifiedWork, Work, settle
 from collectives.errors import CollectiveTimeoutError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["Loopback"]
 
@@ -155,7 +156,7 @@ class _Receive(NotifiedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is here."""
         left = max(0.0, self._deadline - time.monotonic())
-        limit = timeout.total_seconds() if timeout is not None else 0.0
+        limit = seconds_to_wait(timeout)
         if 0.0 < limit < left:
             if not self._done.wait(limit):
                 raise CollectiveTimeoutError(

@@ -17,6 +17,7 @@ from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import NotifiedWork, settle
 from collectives.errors import CollectiveTimeoutError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner", "begin"]
 
@@ -52,10 +53,6 @@ def begin(owner: Owner, operation: Operation, issue: Callable[[], Any]) -> tuple
         failure = owner.failed(operation, error)
         recorded.end(failure)
         raise failure from error
-
-
-def _is_limit(timeout: timedelta | None) -> bool:
-    return timeout is not None and timeout.total_seconds() > 0
 
 
 def _at_least_1_ms(timeout: timedelta) -> timedelta:
@@ -102,14 +99,15 @@ class CollectiveGlooWork(NotifiedWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
+        limit = seconds_to_wait(timeout)
         self._owner.refuse_in_child(self._operation)
         if self._noted:  # perhaps within a callback, for which Gloo's Work waits
             if self._error is not None:
                 raise self._error
             return True
         try:
-            if timeout is not None and _is_limit(timeout):
-                self._wait_at_most(_at_least_1_ms(timeout))
+            if limit:
+                self._wait_at_most(timedelta(seconds=limit))
             else:
                 with OperationWait(True):
                     self._inner.wait()
@@ -276,13 +274,13 @@ class MessageGlooWork(NotifiedWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is done."""
+        limit = seconds_to_wait(timeout)
         self._owner.refuse_in_child(self._operation)
-        if timeout is not None and _is_limit(timeout):
+        if limit:
             self._ensure_waited()
-            if not self._done.wait(timeout.total_seconds()):
+            if not self._done.wait(limit):
                 raise CollectiveTimeoutError(
-                    f"{self._owner.where()} {self._operation}: not done after "
-                    f"wait({timeout.total_seconds():g} s); it goes on",
+                    f"{self._owner.where()} {self._operation}: not done after wait({limit:g} s); it goes on",
                     **self._operation.about,
                 )
         else:

@@ -106,8 +106,8 @@ class ProcessGroupHost(ProcessGroup):
         super().__init__(
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
-        self._timeout_ns = nanoseconds(timeout)
-        self._native = form(store, rank, size, timeout, self.describe(), self._flight_record.of_core)
+        self._timeout_ns = nanoseconds(self._timeout)
+        self._native = form(store, rank, size, self._timeout, self.describe(), self._flight_record.of_core)
         end_at_exit(self)
 
     @property
@@ -134,7 +134,7 @@ class ProcessGroupHost(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
-        self._timeout_ns = nanoseconds(timeout)
+        self._timeout_ns = nanoseconds(self._timeout)
         self._native.set_timeout(self._timeout_ns)
 
     # ---- collectives ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import collectives._native as _native
 from collectives.core.completions import complete_after
 from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, settle
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["HostWork", "Owner", "as_tuple"]
 
@@ -62,7 +63,7 @@ class HostWork(Work):
         A collective goes on then. A message does where somebody else waits for it or a later one has been
         issued; else it rests, and goes on when somebody waits again or asks.
         """
-        seconds = timeout.total_seconds() if timeout else None
+        seconds = None if timeout is None else seconds_to_wait(timeout) or None
         if not self._task.wait(seconds):
             raise self._group._native.not_done(self._task, seconds or 0.0)
         self._raise_failure()

@@ -157,7 +157,7 @@ class ProcessGroupMPI(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
-        self._native.set_timeout(nanoseconds(timeout))
+        self._native.set_timeout(nanoseconds(self._timeout))
 
     # ---- collectives ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import Recorded
 from collectives.core.work import NotifiedWork, settle
 from collectives.errors import CollectiveTimeoutError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["MPIWork", "ProgressEngine", "Steps", "Until"]
 
@@ -203,8 +204,8 @@ class MPIWork(NotifiedWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; moves it on meanwhile, with the GIL released between looks."""
+        limit = seconds_to_wait(timeout)
         if not self._done:
-            limit = timeout.total_seconds() if timeout is not None else 0.0
             until = time.monotonic() + limit if limit > 0 else None
             with OperationWait(not self.point_to_point):
                 done = self._engine.wait_for(self, until)

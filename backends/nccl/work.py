@@ -16,6 +16,7 @@ from collectives.backends.nccl.operations.in_flight import PendingOperation, pau
 from collectives.core.arguments.validation import Group
 from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["CoalescedOperationWork", "NcclWork", "Owner"]
 
@@ -70,7 +71,7 @@ class NcclWork(Work):
         Args:
             timeout: blocks the host at most this long; the operation goes on where it passes.
         """
-        limit = timeout.total_seconds() if timeout is not None else 0.0
+        limit = seconds_to_wait(timeout)
         if limit > 0.0 or self._blocks:
             self._block(limit)
         self.block_current_stream()

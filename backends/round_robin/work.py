@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from collectives.core.work import CoalescedWork, Work, chain, fail
 from collectives.errors import CollectiveMismatchError, DistError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = ["BarrierWork", "LaneWork", "name_lane"]
 
@@ -164,7 +165,7 @@ class BarrierWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the barriers of all lanes."""
-        limit = timeout.total_seconds() if timeout is not None else 0.0
+        limit = seconds_to_wait(timeout)
         deadline = time.monotonic() + limit
         try:
             self._first.wait(timeout)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
-from collectives.core.arguments.validation import check_list, fail, seconds
+from collectives.core.arguments.validation import check_limit, check_list, fail
 from collectives.core.operations import (
     ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
@@ -559,7 +559,7 @@ def barrier(
         work = target.fast_collective(BARRIER.opcode, async_op=async_op)
         if work is not None:
             return finish(work, async_op)
-    _check_timeout(target, "barrier", timeout)
+    timeout = check_limit(target, "barrier", timeout)
     if device_ids is not None:
         if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
             fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)
@@ -602,16 +602,8 @@ def monitored_barrier(
     target = member_group(group, "monitored_barrier")
     if target is None:
         return
-    if isinstance(timeout, (int, float)):
+    if isinstance(timeout, float):  # as torch.distributed, which takes no int here
         warnings.warn(f"timeout is {timeout!r}, taken as seconds; give a datetime.timedelta", stacklevel=2)
         timeout = timedelta(seconds=timeout)
-    _check_timeout(target, "monitored_barrier", timeout)
+    timeout = check_limit(target, "monitored_barrier", timeout)
     target.monitored_barrier(timeout, wait_all_ranks)
-
-
-def _check_timeout(group: ProcessGroup, operation: str, timeout: timedelta | None) -> None:
-    if timeout is not None:
-        try:
-            seconds(timeout)
-        except (TypeError, ValueError) as error:
-            fail(group, operation, str(error), type(error))

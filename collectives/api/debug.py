@@ -26,6 +26,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.recording import dump
 from collectives.core.types import BarrierOptions
 from collectives.logs import Log
+from collectives.time_limits import time_limit
 
 __all__ = [
     "DebugLevel",
@@ -144,7 +145,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         timeout_s: how long the others wait, in seconds; ``None`` for the default group's time limit.
 
     Raises:
-        ValueError: the default group has no such rank.
+        ValueError: the default group has no such rank, or ``timeout_s`` is not positive.
         CollectiveTimeoutError: the debugger was left open for longer.
     """
     group = default_group()
@@ -153,13 +154,13 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
             f"[rank {group.rank()}] breakpoint: rank is {rank}, but the ranks of the default group are 0 to "
             f"{group.size() - 1}"
         )
+    limit = None if timeout_s is None else time_limit(timedelta(seconds=timeout_s))
     caller: FrameType = sys._getframe(1)
     place = (caller.f_code.co_filename, caller.f_lineno)
     _hits[place] += 1
     if _hits[place] <= skip:
         log.of(group).warning("breakpoint: call %d of %d to skip", _hits[place], skip)
         return
-    limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     if group.rank() != rank:
         group.barrier(BarrierOptions(limit, False)).wait()
         return

@@ -25,7 +25,6 @@ from collectives.api.world_state import (
     register,
     world,
 )
-from collectives.core.arguments.validation import seconds
 from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import DistBackendError, DistNetworkError
@@ -36,6 +35,7 @@ from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
 from collectives.store.joining.group_rendezvous import join_group
 from collectives.store.joining.world_rendezvous import KEYS
+from collectives.time_limits import time_limit
 
 __all__ = [
     "SHRINK_ABORT",
@@ -222,9 +222,7 @@ def new_group(
 
 def limit_of(timeout: timedelta | None, backends: Sequence[str]) -> timedelta:
     """Returns the time limit that the user gives, else the longest of these backends."""
-    limit = max(map(default_timeout, backends)) if timeout is None else timeout
-    seconds(limit)
-    return limit
+    return max(map(default_timeout, backends)) if timeout is None else time_limit(timeout)
 
 
 def local_turn(key: str) -> int:

@@ -20,6 +20,7 @@ from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import GroupAbortedError
 from collectives.forks import belongs_to_parent, call_in_forked_children
+from collectives.time_limits import time_limit
 
 __all__ = ["Membership"]
 
@@ -60,10 +61,9 @@ class Membership(BackendInterface):
             raise ValueError(f"a group has at least one rank, but size is {size}")
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank}, but the ranks of a group of {size} are 0 to {size - 1}")
-        check.seconds(timeout)
         self._rank = rank
         self._size = size
-        self._timeout = timeout
+        self._timeout = time_limit(timeout)
         self._store = store
         self._group_name = group_name
         self._group_desc = group_desc
@@ -155,8 +155,7 @@ class Membership(BackendInterface):
             TypeError: it is no ``timedelta``.
             ValueError: it is not above zero.
         """
-        check.seconds(timeout)
-        self._timeout = timeout
+        self._timeout = time_limit(timeout)
 
     def describe(self) -> str:
         """Returns the group in words, for messages."""
@@ -276,11 +275,8 @@ class Membership(BackendInterface):
         operation: str,
         tensor: torch.Tensor,
         op: ReduceOp | None = None,
-        limit: timedelta | None = None,
     ) -> None:
         """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
-        if limit is not None:
-            check.check_limit(self, operation, limit)
         reduction = None if op is None else (op.code, op.factor is None)
         key = (operation, tensor.dtype, tensor.device, tensor.layout, reduction)
         if key not in self._admitted:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from collectives.core.arguments.validation import check_limit
 from collectives.core.membership import Membership
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -31,7 +32,8 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
     store = group.get_group_store()
     if store is None:
         raise DistBackendError(f"{where} needs the group's store, but it was made without one")
-    limit = group.timeout if timeout is None else timeout
+    given = check_limit(group, "monitored_barrier", timeout, positive=False)
+    limit = group.timeout if given is None else given
     turn = group.next_monitored_barrier()
     about: dict[str, Any] = {"operation": "monitored_barrier", "sequence": turn}
 

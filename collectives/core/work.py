@@ -19,6 +19,7 @@ from torch.futures import Future
 from collectives.core.completions import next_operation
 from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
+from collectives.time_limits import seconds_to_wait
 
 __all__ = [
     "COMPLETED",
@@ -140,12 +141,13 @@ class Work(Uncompiled, ABC):
 
         Args:
             timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own
-                limit.
+                limit, and less than zero is a limit that has passed.
 
         Returns:
             ``True``.
 
         Raises:
+            TypeError: ``timeout`` is no ``timedelta``.
             CollectiveTimeoutError: not done within ``timeout``, or the operation passed its own limit.
             DistBackendError: the operation failed.
         """
@@ -288,8 +290,10 @@ class CompletedWork(Work):
         self._source = source
         self._future: Future[list[torch.Tensor]] | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns ``True`` at once."""
+        if timeout is not None:
+            seconds_to_wait(timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -335,7 +339,7 @@ class CoalescedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for every operation, so that none still uses its tensors, then raises the first error."""
         first: Exception | None = None
-        limit = timeout.total_seconds() if timeout is not None else 0.0
+        limit = seconds_to_wait(timeout)
         deadline = time.monotonic() + limit
         for work in self._works:
             try:

@@ -25,6 +25,7 @@ from collectives.core.capabilities import Capabilities
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import default_pg_timeout
 from collectives.errors import DistBackendError
+from collectives.time_limits import time_limit
 
 __all__ = [
     "BackendSpec",
@@ -51,7 +52,7 @@ class GroupOptions:
             its sight.
         rank: this process's rank within the group.
         size: number of ranks.
-        timeout: time limit of the group's operations.
+        timeout: time limit of the group's operations, a positive ``timedelta``.
         group_name: name of the group, equal on all its ranks and unique in the job.
         group_desc: free text.
         global_ranks: ranks of the members in the default group, by group rank.
@@ -72,6 +73,9 @@ class GroupOptions:
     device_id: torch.device | None = None
     pg_options: Any = None
     split_from: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.timeout = time_limit(self.timeout)
 
     def membership(self) -> dict[str, Any]:
         """Returns the arguments that :class:`~collectives.ProcessGroup` itself takes, by their names."""

@@ -21,6 +21,7 @@ from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
 from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
+from collectives.time_limits import time_limit
 from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup
@@ -67,12 +68,13 @@ def create(
     """
     if isinstance(pg_options, GroupThatExists):
         return _create(name, backend, options, pg_options, fixed)
+    limit = time_limit(options.timeout)
     # Records of a group prove nothing in another one, which may form at once.
     group = f"{backend} group {options.group_id}"
     members = options.global_ranks_in_group
     base = PrefixStore(KEYS, options.store, scope=f"{group} of {members}")
     rank, size = options.group_rank, options.group_size
-    _, store = join_world(base, rank, size, backend, options.timeout, what=group)
+    _, store = join_world(base, rank, size, backend, limit, what=group)
     forget_joining(base, size)
     return _create(name, backend, options, pg_options, fixed, store)
 
@@ -101,6 +103,7 @@ def create_independent(
         pg_options: as of :func:`create`.
         fixed: as of :func:`create`.
     """
+    timeout = time_limit(timeout)
     digits, store = join_world(
         PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
     )
@@ -183,7 +186,7 @@ def _part(
         store=PrefixStore(group_name, parent.store),
         rank=list(ranks).index(group.rank()),
         size=len(ranks),
-        timeout=timeout or group.inner.timeout,
+        timeout=group.inner.timeout if timeout is None else timeout,
         group_name=group_name,
         global_ranks=tuple(parent.global_ranks[rank] for rank in ranks),
         device_id=group.bound_device_id,

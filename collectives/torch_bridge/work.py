@@ -16,10 +16,10 @@ import torch
 import torch.distributed as torch_dist
 from torch.futures import Future
 
-from collectives.core.arguments.option_records import limit
 from collectives.core.work import CompletedWork, Work
 from collectives.dynamo import Uncompiled
 from collectives.errors import DistError
+from collectives.time_limits import seconds_to_wait
 
 if TYPE_CHECKING:
 
@@ -59,7 +59,7 @@ class TorchWork(_Work, Uncompiled):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; see :meth:`collectives.Work.wait`."""
         try:
-            return self.inner.wait(limit(timeout))
+            return self.inner.wait(timeout)
         except DistError:
             raise
         except BaseException:  # of a signal handler: torch's recv is irecv and this
@@ -150,8 +150,10 @@ class DoneWork(TorchWork):
         """Returns a completed future of the list of output tensors; always the same one."""
         return self._full_work().get_future()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns ``True`` at once."""
+        if timeout is not None:
+            seconds_to_wait(timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -167,8 +169,10 @@ class BatchedWork(TorchWork):
     them.
     """
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns at once; wait for the Work of the block instead."""
+        if timeout is not None:
+            seconds_to_wait(timeout)
         return True
 
     def synchronize(self) -> None:

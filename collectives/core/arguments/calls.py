@@ -118,12 +118,13 @@ def checked_call(
         UnsupportedOperationError: the group does not offer this.
     """
     reduction = ReduceOp.SUM if op is None else op if op.__class__ is ReduceOp else ReduceOp.of(op)
+    if timeout is not None:
+        timeout = check.check_limit(group, operation.name, timeout)
     call = Call(operation, (), (), reduction, root, timeout, async_op, device=device)
     if operation is BARRIER:
         reason = group.capabilities.why_not("barrier")
         if reason is not None:
             check.fail(group, "barrier", reason, UnsupportedOperationError)
-        check.check_limit(group, "barrier", timeout)
         return call
     if operation is ALL_REDUCE_COALESCED:
         return _coalesced(group, call, outputs)
@@ -133,7 +134,7 @@ def checked_call(
         _PAIRS[form](group, call, outputs, inputs, output_split_sizes, input_split_sizes)
     else:
         _take_operands(group, call, outputs, inputs, root_tensor)
-    group._admit(name, call.tensor, reduction if operation.reduces else None, timeout)
+    group._admit(name, call.tensor, reduction if operation.reduces else None)
     if operation.writes == "all" or call.writes_on(group.rank()):
         check.check_outputs(group, name, call.outputs, "tensor" if operation.in_place else "output")
     return call
@@ -234,7 +235,7 @@ def _coalesced(group: Membership, call: Call, tensors: Any) -> Call:
             check.check_tensor(group, "all_reduce", tensor)
         about = tensor.dtype, tensor.device, tensor.layout
         if about != admitted:  # most lists are of one kind
-            group._admit("all_reduce", tensor, call.op, call.timeout)
+            group._admit("all_reduce", tensor, call.op)
             admitted = about
         if not tensor.is_contiguous():
             check.check_outputs(group, "all_reduce", [tensor])

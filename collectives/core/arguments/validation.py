@@ -15,6 +15,7 @@ from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import elements_per_byte
 from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
+from collectives.time_limits import time_limit
 
 __all__ = [
     "Group",
@@ -39,7 +40,6 @@ __all__ = [
     "fail",
     "inner_list",
     "only_tensor",
-    "seconds",
 ]
 
 
@@ -286,24 +286,14 @@ def check_tag(group: Group, operation: str, tag: object) -> int:
     return tag
 
 
-def check_limit(group: Group, operation: str, timeout: object) -> None:
-    """Checks the time limit of one operation; ``None`` is the group's.
-
-    Raises:
-        TypeError: it is no timedelta.
-        ValueError: it is not positive.
-    """
+def check_limit(group: Group, operation: str, timeout: object, *, positive: bool = True) -> timedelta | None:
+    """Returns the time limit of one operation, as :func:`time_limit`; ``None`` is the group's."""
     if timeout is None:
-        return
-    if not isinstance(timeout, timedelta):
-        fail(
-            group,
-            operation,
-            f"timeout must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}",
-            TypeError,
-        )
-    if timeout <= timedelta(0):
-        fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
+        return None
+    try:
+        return time_limit(timeout, positive=positive)
+    except (TypeError, ValueError) as error:
+        fail(group, operation, str(error), type(error))
 
 
 def check_offered(group: Group, operation: str, tensor: torch.Tensor, op: ReduceOp | None) -> None:
@@ -442,23 +432,3 @@ def check_splits(
         )
     row = tensor.numel() // rows if rows else 0
     return [split * row for split in splits]
-
-
-def seconds(timeout: timedelta | float, what: str = "timeout") -> float:
-    """Returns a time limit in seconds.
-
-    Raises:
-        TypeError: it is neither a timedelta nor a number.
-        ValueError: it is not positive.
-    """
-    if isinstance(timeout, timedelta):
-        value = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        value = float(timeout)
-    else:
-        raise TypeError(
-            f"{what} must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}"
-        )
-    if value <= 0:
-        raise ValueError(f"{what} must be positive, but is {value} s")
-    return value

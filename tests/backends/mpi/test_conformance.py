@@ -19,6 +19,7 @@ from conformance import (
     test_movement,
     test_reductions,
     test_statements,
+    test_time_limits,
     test_works,
 )
 from harness import current_store
@@ -68,6 +69,7 @@ ON_THREE: list[Callable[..., Any]] = [
     test_groups.barrier_after,
     test_groups.monitored,
     test_errors.refused,
+    test_time_limits.numbers,
 ]
 
 

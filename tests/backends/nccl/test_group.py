@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance import test_forms, test_movement, test_reductions, test_works
+from conformance import test_forms, test_movement, test_reductions, test_time_limits, test_works
 from conformance.oracle import NcclReport, values
 from harness import run_ranks
 from nccl_double.device import DoubleDevice
@@ -47,6 +47,7 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_works.coalesced,
     test_works.shared_memory,
     test_forms.forms,
+    test_time_limits.numbers,
 ]
 
 providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
