@@ -29,6 +29,7 @@ class Operation:
         timeout: its time limit.
         detail: what else tells it apart, such as the reduction or the peer.
         outputs: the results of its Work, where that takes them from here.
+        origin: what numbered it.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Operation:
         "detail",
         "name",
         "number",
+        "origin",
         "outputs",
         "timeout",
     )
@@ -53,8 +55,10 @@ class Operation:
         timeout: timedelta,
         detail: str = "",
         outputs: Sequence[torch.Tensor] = (),
+        origin: Operations | None = None,
     ) -> None:
         self._record = record
+        self.origin = origin
         self.name = name
         self.number = number
         self.timeout = timeout
@@ -141,4 +145,4 @@ class Operations:
             shown: the tensors that messages describe, where they are not the outputs.
         """
         number = next(self.messages if name in {"send", "recv"} else self.collectives)
-        return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs)
+        return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs, self)

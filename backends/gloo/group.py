@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -128,14 +129,19 @@ class ProcessGroupGloo(ProcessGroup):
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(**options.membership())
+        self._made_of = options
+        self._breaking = threading.RLock()
+        self._connect(options.store)
+
+    def _connect(self, store: Any) -> None:
+        options = replace(self._made_of, store=store, timeout=self._timeout)
         chosen = gloo_options(options)
         self._contexts = max(1, len(chosen._devices))
-        self._liveness = Liveness(PrefixStore("liveness", options.store), self._rank, self._size)
+        self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
         self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
         self._liveness.read_records()
         self._operations = Operations(self.flight_record)
         self._messages = Messages(self, self._rank, self._size)
-        self._breaking = threading.RLock()
         self._cause: DistError | None = None
         self._ended = False
 
@@ -311,7 +317,8 @@ class ProcessGroupGloo(ProcessGroup):
         Args:
             work: its Work, which calls this once.
         """
-        self._messages.message_done(work)
+        if work.origin is self._operations:
+            self._messages.message_done(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
 
@@ -364,6 +371,9 @@ class ProcessGroupGloo(ProcessGroup):
         what = f"{self.where()} {operation}:"
         if self._cause is None:
             with self._breaking:
+                if self._cause is None and operation.origin is not self._operations:
+                    anew = f"{what} did not finish before the group was connected anew"
+                    return GroupAbortedError(anew, **operation.about)
                 if self._cause is None:
                     return self._break_by(operation, what, text)
         # Without the lock: torch's group may be going just now, which waits for the thread that calls this.

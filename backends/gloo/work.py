@@ -12,7 +12,7 @@ import torch
 from torch.futures import Future
 
 from collectives._native import OperationWait
-from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.operation import Operation, Operations
 from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import NotifiedWork, settle
@@ -212,6 +212,11 @@ class MessageGlooWork(NotifiedWork):
         self._done = threading.Event()
         self._error: Exception | None = None
         self._has_waiter = False
+
+    @property
+    def origin(self) -> Operations | None:
+        """What numbered the operation."""
+        return self._operation.origin
 
     def wait_until_done(self) -> None:
         """Blocks until the message is done or failed; raises nothing but what a signal's handler does."""

@@ -107,8 +107,13 @@ class ProcessGroupHost(ProcessGroup):
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
         self._timeout_ns = nanoseconds(self._timeout)
-        self._native = form(store, rank, size, self._timeout, self.describe(), self._flight_record.of_core)
+        self._connect(store)
         end_at_exit(self)
+
+    def _connect(self, store: Any) -> None:
+        self._native = form(
+            store, self._rank, self._size, self._timeout, self.describe(), self._flight_record.of_core
+        )
 
     @property
     def capabilities(self) -> Capabilities:

@@ -104,13 +104,19 @@ class ProcessGroupMPI(ProcessGroup):
         if options.pg_options is not None:
             raise TypeError(f"{self.where()} the mpi backend has no options, but got {options.pg_options!r}")
         self._library = library()
-        mpi = self._mpi = self._library.mpi
+        self._mpi = self._library.mpi
         refusal = why_no_cuda(self._library)
         if refusal is None:
             self._capabilities = replace(_CAPABILITIES, devices=frozenset({"cpu", "cuda"}))
         else:
             self._capabilities = replace(_CAPABILITIES, refusals={"cuda": refusal})
-        store = PrefixStore("mpi", options.store)
+        self._made_of = options
+        self._connect(options.store)
+
+    def _connect(self, store: Any) -> None:
+        options = replace(self._made_of, store=store, timeout=self._timeout)
+        mpi = self._mpi
+        store = PrefixStore("mpi", store)
         liveness = Liveness(store, self._rank, self._size)
         self._communicator, self._own_communicator = make_communicators(
             self._library, options, self.where(), liveness

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -97,17 +97,37 @@ class ProcessGroupNCCL(ProcessGroup):
         self._devices = UsedDevices(devices, self.where())
         self._operation = partial(Operation, self._flight_record)
         self._capabilities: Capabilities | None = None
+        self._global_ranks = options.global_ranks or tuple(range(options.size))
+        self._bound = options.device_id
+        self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._connect(options.store, options.split_from)
+
+    def _connect(self, store: Any, parent: ProcessGroup | None = None) -> None:
         log = Log().of(self)
-        self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}", log)
-        where = self.where()
-        store, rank, size = options.store, options.rank, options.size
-        self._failures = Failures(store, rank, size, where, self._ending, log)
+        watchdog = self._watchdog = Watchdog(self, f"nccl watchdog {self._group_name}", log)
+        where, rank, size = self.where(), self._rank, self._size
+
+        @contextmanager
+        def ending(cause: DistError) -> Iterator[None]:
+            """Fails all pending operations and stops NCCL, which has ended after the ``with`` block.
+
+            Of these connections, whatever the group has by then.
+            """
+            for pending in watchdog.pending():
+                if pending.error is None and not has_completed(pending):
+                    pending.fail(failures.stopped_error(pending.operation, cause))
+            loopback.clear()
+            communicators.ends.begin_abort()
+            yield
+            communicators.ends.abort()
+
+        failures = self._failures = Failures(store, rank, size, where, ending, log)
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
         self._rendezvous = Rendezvous(store, rank, where, lambda missing: this._check_missing(missing))  # noqa: PLW0108
-        self._communicators = Communicators(
-            library,
+        communicators = self._communicators = Communicators(
+            self._library,
             self._rendezvous,
             rank,
             size,
@@ -116,23 +136,15 @@ class ProcessGroupNCCL(ProcessGroup):
             log,
             lambda: this._refuse_to_connect(),  # noqa: PLW0108
         )
-        self._loopback = Loopback(this)
+        loopback = self._loopback = Loopback(this)
         self._enqueuer = Enqueuer(
-            library,
-            self._communicators,
-            self._loopback,
-            self._failures,
-            self._watchdog,
-            self,
-            self.options.waits_block,
+            self._library, communicators, loopback, failures, watchdog, self, self.options.waits_block
         )
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
-        self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
-        self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._bound: torch.device | None = None
-        self._global_ranks = options.global_ranks or tuple(range(options.size))
-        if options.device_id is not None:
-            self._bind_device(options.device_id, options.split_from)
+        self._finalizer = weakref.finalize(self, _let_go, communicators.ends, watchdog)
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            self._bind_device(bound, parent)
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
@@ -333,17 +345,6 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")
-
-    @contextmanager
-    def _ending(self, cause: DistError) -> Iterator[None]:
-        """Fails all pending operations and stops NCCL, which has ended after the ``with`` block."""
-        for pending in self._watchdog.pending():
-            if pending.error is None and not has_completed(pending):
-                pending.fail(self._failures.stopped_error(pending.operation, cause))
-        self._loopback.clear()
-        self._communicators.ends.begin_abort()
-        yield
-        self._communicators.ends.abort()
 
     # ---- life ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ sections 3.3 and 5.4).
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ __all__ = [
 
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 _SHORTEST = timedelta(milliseconds=1)
+_BREAKING_SECONDS = 0.001
 _BREAKING = (PeerLostError, GroupAbortedError)
 """Errors that tell of a lane that it is broken, where the lane itself does not."""
 
@@ -186,6 +188,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             group_name=group_name or "+".join(group.group_name for group in groups),
             group_desc=group_desc,
         )
+        self._global_ranks = first.global_ranks
         self._lanes = tuple(groups)
         self._turn = 0
         parts = [lane.capabilities for lane in self._lanes]
@@ -196,6 +199,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._detects_mismatch = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
         self._cause: DistError | None = None
+        self._lock = threading.Lock()
+        self._breaking = 0
         for group in groups:
             group.set_timeout(first.timeout)
 
@@ -243,7 +248,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     def _on(self, lane: int, issue: Callable[[ProcessGroup], Work]) -> Work:
         """Issues an operation on a lane."""
         self._check_whole()
-        failed = partial(self._failed, lane)
+        failed = partial(self._failed, lane, self._renewals)
         try:
             return LaneWork(issue(self._lanes[lane]), failed)
         except DistError as error:
@@ -273,12 +278,12 @@ class ProcessGroupRoundRobin(ForwardingGroup):
                 opcode, output, input, reduce_op, root, list_form, async_op
             )
         except DistError as error:
-            self._failed(lane, error)
+            self._failed(lane, self._renewals, error)
             raise
         if work is None:
             self._turn = turn
             return None
-        return LaneWork(work, partial(self._failed, lane)) if async_op else work
+        return LaneWork(work, partial(self._failed, lane, self._renewals)) if async_op else work
 
     def fast_message(
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
@@ -289,9 +294,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         work = None
         try:
             work = self._lanes[0].fast_message(sends, tensor, peer, tag, async_op)
-            return LaneWork(work, partial(self._failed, 0)) if work is not None and async_op else work
+            failed = partial(self._failed, 0, self._renewals)
+            return LaneWork(work, failed) if work is not None and async_op else work
         except DistError as error:
-            self._failed(0, error)
+            self._failed(0, self._renewals, error)
             raise
         except BaseException:  # of a signal handler
             if work is not None:
@@ -303,12 +309,20 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if cause is not None:
             refuse_broken(f"[rank {self._rank}] {self.describe()}:", cause, ended=False)
 
-    def _failed(self, lane: int, error: DistError) -> None:
-        """Handles an error of a lane."""
+    def _failed(self, lane: int, renewals: int, error: DistError) -> None:
+        """Handles an error of a lane, unless it is of the time before the lanes were connected anew."""
         name_lane(error, lane, self.describe())
-        cause = self._lanes[lane]._first_cause() or (error if isinstance(error, _BREAKING) else None)
-        if cause is not None:
-            self._break(error, cause)
+        with self._lock:
+            if renewals != self._renewals:
+                return
+            self._breaking += 1
+        try:
+            cause = self._lanes[lane]._first_cause() or (error if isinstance(error, _BREAKING) else None)
+            if cause is not None:
+                self._break(error, cause)
+        finally:
+            with self._lock:
+                self._breaking -= 1
 
     def _break(self, error: DistError, cause: DistError) -> None:
         """Refuses later operations, and breaks the other lanes for what broke one, so that all name that.
@@ -377,6 +391,14 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         work = None if begun is None else begun()
         if work is not None:
             work.cover()
+
+    def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
+        with self._lock:
+            self._renewals += 1
+        while self._breaking:  # in other threads, which must not break what is connected anew
+            time.sleep(_BREAKING_SECONDS)
+        super()._renew(others_are_late)
+        self._turn, self._begun, self._cause = 0, None, None
 
     def abort(self) -> None:
         """Breaks all lanes at once."""

@@ -43,9 +43,6 @@ __all__ = ["CheckedGroup"]
 
 log = Log()
 
-_ABORTED = "check/aborted"
-"""Key that a rank sets when it aborts."""
-
 _LOOK_AGAIN = timedelta(seconds=1)
 """How long ranks wait for each other before they look for deaths and aborts."""
 
@@ -121,9 +118,18 @@ class CheckedGroup(ForwardingGroup):
         self._stop_comparing()
         super()._break_for(cause)
 
+    def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
+        super()._renew(others_are_late)
+        self._renewals += 1
+        self._turns = itertools.count()
+
     def _stop_comparing(self) -> None:
         with contextlib.suppress(Exception):
-            self._store.set(_ABORTED, "")
+            self._store.set(self._key("aborted"), "")
+
+    def _key(self, name: str) -> str:
+        """Returns a key of the time since the ranks were connected last."""
+        return f"check/{self._renewals}/{name}"
 
     # ---- the comparison ------------------------------------------------------------------------------------
 
@@ -141,14 +147,14 @@ class CheckedGroup(ForwardingGroup):
             about: the arguments.
         """
         turn = next(self._turns)
-        keys = [f"check/{turn}/{r}" for r in range(self._size)]
+        keys = [self._key(f"{turn}/{r}") for r in range(self._size)]
         mine = {"function": operation, **about}
         publish(self._store, keys[self._rank], [mine, _call_site()])
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         left = limit
         while not wait_for_keys(self._store, keys, min(_LOOK_AGAIN, left)):
-            if self.inner.lost_ranks() or self._store.check([_ABORTED]):
+            if self.inner.lost_ranks() or self._store.check([self._key("aborted")]):
                 return []
             left = timedelta(seconds=deadline - time.monotonic())
             if left <= timedelta():
@@ -157,7 +163,7 @@ class CheckedGroup(ForwardingGroup):
         if turn:
             # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
             with contextlib.suppress(DistStoreError, RuntimeError):
-                self._store.delete_key(f"check/{turn - 1}/{self._rank}")
+                self._store.delete_key(self._key(f"{turn - 1}/{self._rank}"))
         different = _aspects([entry[0] for entry in table], apart)
         if different:
             self._report(turn, table, f"the ranks differ in {', '.join(different)}")
@@ -179,7 +185,7 @@ class CheckedGroup(ForwardingGroup):
         missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
         lines = []
         for r in missing:
-            before = f"check/{turn - 1}/{r}"
+            before = self._key(f"{turn - 1}/{r}")
             last = fetch(self._store, before, _call) if turn and self._store.check([before]) else None
             lines.append(
                 f"  rank {r}: "

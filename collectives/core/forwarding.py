@@ -135,6 +135,9 @@ class ForwardingGroup(ProcessGroup):
     def _break_for(self, cause: DistError) -> None:
         self._each(lambda group: group._break_for(cause))
 
+    def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
+        self._each(lambda group: group._renew(others_are_late))
+
     def _raise_failure(self) -> None:
         for group in self.inner_groups:
             group._raise_failure()

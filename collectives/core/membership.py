@@ -18,8 +18,17 @@ from collectives.core.recording import dump
 from collectives.core.recording.dump_signal import watch_for_signal
 from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.core.types import ReduceOp, default_pg_timeout
-from collectives.errors import GroupAbortedError
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+    UnsupportedOperationError,
+    ranks_in_words,
+)
 from collectives.forks import belongs_to_parent, call_in_forked_children
+from collectives.store.joining.meeting import meet
+from collectives.store.prefix import PrefixStore
 from collectives.time_limits import time_limit
 
 __all__ = ["Membership"]
@@ -69,6 +78,7 @@ class Membership(BackendInterface):
         self._group_desc = group_desc
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
+        self._renewals = 0
         self._inherited = False
         self._global_ranks: tuple[int, ...] = tuple(range(size))
         self._flight_record = FlightRecord(dump.dump_at_error)
@@ -246,6 +256,54 @@ class Membership(BackendInterface):
     def next_monitored_barrier(self) -> int:
         """Returns the number of monitored barriers so far, and counts one more."""
         return next(self._monitored_barriers)
+
+    # ---- after a failure -------------------------------------------------------------------------
+
+    def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
+        """Connects the ranks anew, as after something broke the group; called by all of them, blocks.
+
+        What is still in flight fails. Names, time limits and the flight record stay; operations count anew.
+
+        Args:
+            others_are_late: called again and again, first after a fifth of a second, while this rank waits
+                for others, which may not know that they are to call this.
+
+        Raises:
+            UnsupportedOperationError: the backend does not offer it, or the group was made without a store.
+            PeerLostError: a rank has died.
+            DistError: a rank did not come in time, or could not be reached.
+        """
+        if self._store is None or type(self)._connect is Membership._connect:
+            why = "it has no store" if self._store is None else "its backend does not offer that"
+            raise UnsupportedOperationError(f"{self.where()} its ranks cannot be connected anew: {why}")
+        self._renewals += 1
+        store = PrefixStore(f"renewed/{self._renewals}", self._store)
+
+        def lost_ranks() -> list[int]:
+            others_are_late()
+            return self.lost_ranks()
+
+        ranks = range(self._size)
+        failure = meet(store, "ranks", self._rank, ranks, self._timeout, lost_ranks, self._why_not_renewed)
+        if failure is not None:
+            raise failure
+        self.abort()
+        self._connect(store)
+
+    def _why_not_renewed(self, absent: Sequence[int], died: bool) -> DistError:
+        text = f"{self.where()} it is broken and cannot be connected anew: {ranks_in_words(absent)}"
+        if died:
+            return PeerLostError(f"{text} died", absent[0])
+        limit = f"{self._timeout.total_seconds():g} s"
+        return CollectiveTimeoutError(f"{text} did not come within {limit}", absent[0], missing_ranks=absent)
+
+    def _connect(self, store: Any) -> None:
+        """Connects the ranks, as when the group was made; called by all of them, blocks.
+
+        Args:
+            store: a part of the group's store that holds nothing of an earlier time.
+        """
+        raise NotImplementedError
 
     # ---- forks -----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from conformance import test_messages, test_movement, test_reductions
+from conformance import test_messages, test_movement, test_reductions, test_renewal
 from harness import current_store, run_ranks
 
 from collectives.registry.backends import GroupOptions, create_group
@@ -23,6 +23,7 @@ BODIES = {
         test_movement.scatter,
         test_messages.tags_and_order,
         test_messages.large_both_ways,
+        test_renewal.broken_and_renewed,
     ],
     "2x2": [
         test_reductions.bits_of_one_sum,

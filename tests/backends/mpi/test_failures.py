@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.test_renewal import broken_and_renewed
 from forked import beside_a_child
 from harness import Died, current_store
 from mpi_team import Teams
@@ -368,3 +369,7 @@ def test_without_an_mpi_library(mpi: Teams, tmp_path: Path) -> None:
 def test_a_forked_child_is_refused_the_group(mpi: Teams) -> None:
     for told in mpi.run(beside_a_child, 2):
         assert [text for text in told if "belongs to the parent of this forked process" not in text] == []
+
+
+def test_a_broken_group_is_connected_anew(mpi: Teams) -> None:
+    mpi.run(broken_and_renewed, 3)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.test_renewal import broken_and_renewed
 from conformance.test_works import eventually, gate
 from harness import Died
 from nccl_double.groups import load, make_group, run_over_double
@@ -564,3 +565,7 @@ def test_no_watchdog_outlives_the_interpreter(nccl_library: Path, end: str) -> N
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=False
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_broken_group_is_connected_anew(nccl_library: Path) -> None:
+    run_over_double(broken_and_renewed, 3, nccl_library)

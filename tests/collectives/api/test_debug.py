@@ -279,7 +279,7 @@ def a_record_of_other_length(rank: int, size: int) -> None:
         "here",
     ]
     if rank == 1:
-        publish(store, "check/0/1", call)
+        publish(store, "check/0/0/1", call)
         return
     with pytest.raises(dist.DistStoreError, match=r"rank 1 left sent = \[1\] in the store instead of 2"):
         dist.all_to_all_single(torch.empty(2), torch.ones(2))
