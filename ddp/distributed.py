@@ -35,6 +35,7 @@ from collectives.ddp.statistics.timing import Mark
 from collectives.ddp.sync.broadcast import broadcast_coalesced
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 from collectives.dynamo import leave_uncompiled
+from collectives.errors import DistError
 from collectives.logs import Log
 
 __all__ = ["DistributedDataParallel"]
@@ -338,12 +339,15 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _communicate_before_forward(self) -> Forward:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._follow_changes()
-        root = self._notify_forward(averages=sync)
         forward = Forward(self.require_backward_grad_sync)
-        if torch.is_grad_enabled():
-            forward = self.reducer.begin_forward(sync=sync)
-        if self.will_sync_module_buffers():
-            self._buffer_sync(root)
+        try:
+            root = self._notify_forward(averages=sync)
+            if torch.is_grad_enabled():
+                forward = self.reducer.begin_forward(sync=sync)
+            if self.will_sync_module_buffers():
+                self._buffer_sync(root)
+        except DistError as error:  # perhaps of a rank that is ahead, of which the backward pass has failed
+            raise self.reducer.explain(error) from error.__cause__
         return forward
 
     def _after_forward(self, forward: Forward, output: Any) -> Any:
@@ -390,10 +394,14 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         the number of ranks; the hook does so. A hook that never communicates may say so by an attribute
         ``is_local = True``; the backward pass then does not communicate at all.
 
-        A hook that raises, or returns something else, makes that backward pass raise
+        A hook that raises, returns something else, or whose future fails, makes that backward pass raise
         :class:`~collectives.ddp.GradientSyncError` on all ranks, with its error, and leaves ``.grad`` as it
-        was, but for gradients that are views of the buckets. A hook that fails after it began to communicate
-        on some ranks only can leave them waiting for each other up to the group's time limit.
+        was, but for gradients that are views of the buckets. Operations in flight on the groups that it uses
+        fail, and these groups are connected anew, in place, by all ranks. That takes the groups' store, which
+        all ranks must still reach. The guide on failures says which groups those are.
+
+        After such a pass an attribute ``iter`` of the state, an int, becomes the highest of all ranks', and a
+        method ``pass_failed()`` of the hook or the state is called on all ranks. It may communicate.
 
         Args:
             state: first argument of the hook; it belongs to this rank and is shared by all buckets.

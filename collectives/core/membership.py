@@ -291,7 +291,9 @@ class Membership(BackendInterface):
         self._connect(store)
 
     def _why_not_renewed(self, absent: Sequence[int], died: bool) -> DistError:
-        text = f"{self.where()} it is broken and cannot be connected anew: {ranks_in_words(absent)}"
+        cause = self._first_cause()
+        why = "" if cause is None else f" ({cause})"
+        text = f"{self.where()} it is broken{why} and cannot be connected anew: {ranks_in_words(absent)}"
         if died:
             return PeerLostError(f"{text} died", absent[0])
         limit = f"{self._timeout.total_seconds():g} s"

@@ -33,9 +33,8 @@ def hook_with_zero_step(
     slow. To be registered on ``ddp`` by all ranks, before its first backward pass.
 
     Parameters change before the backward pass is known to have gone well: where that raises, they may have
-    had a part of the update. They are still equal on all ranks, unless ``hook`` or its communication failed
-    on some ranks alone. Parameters that no rank used are updated by a gradient of zeros. Gradients stand
-    averaged in ``.grad`` afterwards.
+    had a part of the update. They are still equal on all ranks. Parameters that no rank used are updated by a
+    gradient of zeros. Gradients stand averaged in ``.grad`` afterwards.
 
     Args:
         hook: averages a bucket, such as ``allreduce_hook``.
@@ -68,17 +67,14 @@ def hook_with_zero_step(
     steps = _Steps(ddp, zero, shard_buckets)
 
     def hook_then_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        future: Future[torch.Tensor] | None = None
-        try:
-            future = hook(state, bucket)
-        finally:
-            steps.add(bucket, future)
-            if bucket.is_last():
-                steps.update()
-                zero.send_parameters()
+        future = hook(state, bucket)
+        steps.add(bucket, future)
+        if bucket.is_last():
+            steps.update()
+            zero.send_parameters()
         return steps.outcome(bucket, future)
 
-    return _marked(hook_then_step, hook)
+    return steps.marked(hook_then_step, hook)
 
 
 def hook_with_zero_step_interleaved(
@@ -109,25 +105,20 @@ def hook_with_zero_step_interleaved(
                 flush(bucket.index())
             steps.update()
             steps.start_sending()
-        future: Future[torch.Tensor] | None = None
         try:
             future = hook(state, bucket)
-        finally:
-            steps.add(bucket, future)
-            if bucket.is_last():
-                steps.update()
-                steps.start_sending()
+        except BaseException:
+            if is_torch_bucket(bucket):  # torch calls no pass_failed()
                 steps.finish_sending()
+            raise
+        steps.add(bucket, future)
+        if bucket.is_last():
+            steps.update()
+            steps.start_sending()
+            steps.finish_sending()
         return steps.outcome(bucket, future)
 
-    return _marked(hook_among_steps, hook)
-
-
-def _marked(made: Hook, hook: Hook) -> Hook:
-    """Names a hook after the one that it calls, and says that it updates parameters."""
-    made.__name__ = made.__qualname__ = f"{getattr(hook, '__name__', 'hook')}_with_zero_step"
-    made.updates_parameters = True  # type: ignore[attr-defined]
-    return comm_hook(made)
+    return steps.marked(hook_among_steps, hook)
 
 
 class _Steps:
@@ -170,14 +161,26 @@ class _Steps:
             zero.assign_together(buckets)
         zero.has_hook = True
         self._zero = zero
-        self._reduced: list[tuple[GradBucket, Future[Any] | None]] = []
+        self._reduced: list[tuple[GradBucket, Future[Any]]] = []
         self._messages: dict[tuple[int, ...], list[CoalescedBroadcast]] = {}
         self._updated: list[Sequence[torch.Tensor]] = []
         self._sending: list[CoalescedBroadcast] = []
         self._failure: Exception | None = None
 
-    def add(self, bucket: GradBucket, future: Future[Any] | None) -> None:
-        """Takes in a bucket whose reduction was issued, or failed at once; the first one begins a pass."""
+    def marked(self, made: Hook, hook: Hook) -> Hook:
+        """Names a hook after the one that it calls, and says what it does besides."""
+        made.__name__ = made.__qualname__ = f"{getattr(hook, '__name__', 'hook')}_with_zero_step"
+        made.updates_parameters = True  # type: ignore[attr-defined]
+        made.process_group = self._zero.process_group  # type: ignore[attr-defined]
+        made.pass_failed = self.pass_failed  # type: ignore[attr-defined]
+        return comm_hook(made)
+
+    def pass_failed(self) -> None:
+        """Gives all ranks the parameters of their owners, who may have updated some and not sent them."""
+        self._zero.send_parameters()
+
+    def add(self, bucket: GradBucket, future: Future[Any]) -> None:
+        """Takes in a bucket whose reduction was issued; the first one begins a pass."""
         if bucket.index() == 0:
             self._reduced, self._updated, self._sending = [], [], []
             self._failure = None
@@ -190,8 +193,6 @@ class _Steps:
         for bucket, future in reduced:
             parameters = bucket.parameters()
             self._updated.append(parameters)
-            if future is None:
-                continue
             try:
                 result = future.wait()
                 flat = (result[0] if isinstance(result, (list, tuple)) else result).reshape(-1)

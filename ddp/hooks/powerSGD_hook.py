@@ -108,6 +108,7 @@ class PowerSGDState(FeedbackState):
         self.min_compression_rate = min_compression_rate
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
         self.rng = np.random.RandomState(random_seed)
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
@@ -149,6 +150,12 @@ class PowerSGDState(FeedbackState):
         super().reset_memory()
         self.q_memory_dict.clear()
         self._covered.clear()
+
+    def pass_failed(self) -> None:
+        """Begins anew, on all ranks, after a pass that may have left different memories on them."""
+        super().pass_failed()
+        self._under_way = None
+        self.rng.seed((self.random_seed + self.iter) % 2**32)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves; called between two passes."""

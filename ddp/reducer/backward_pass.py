@@ -56,6 +56,7 @@ class BackwardPass:
         sync: whether the pass averages.
         committed: whether it accumulates gradients, although none came yet.
         broken: whether a reduction could not be issued, so that the ranks cannot be brought together.
+        broken_off: whether the communication hook failed, here or on another rank.
         abandoned: whether an exception broke it off.
         nested: whether the current task is within another one.
         ending: whether the outermost task is complete.
@@ -78,6 +79,7 @@ class BackwardPass:
     sync: bool = False
     committed: bool = False
     broken: bool = False
+    broken_off: bool = False
     abandoned: bool = False
     nested: bool = False
     ending: bool = False
@@ -86,7 +88,7 @@ class BackwardPass:
     unused: set[int] = field(default_factory=set)
     skipped: Collection[int] = frozenset()
     casts_active: bool = False
-    cause: Exception | None = None
+    cause: BaseException | None = None
     shadow: bool = False
     zeros_only: bool = False
     joining: bool = False

@@ -10,13 +10,14 @@ import torch
 from torch.futures import Future
 
 from collectives import Work
-from collectives.ddp.reducer.averaging import Averager, average
+from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass
 from collectives.ddp.reducer.buckets import Bucket, BucketState
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.statistics.timing import IterationClock, Mark
+from collectives.ddp.sync.recovery import Recovery
 from collectives.errors import DistError
 
 __all__ = ["BucketReducer", "Hook"]
@@ -41,6 +42,7 @@ class BucketReducer:
         sparse: the gradients that lie in no bucket.
         clock: is told when the first bucket of a pass is launched.
         write_signals: writes this rank's signals to the tail of the last bucket.
+        recovery: breaks passes off of which the hook fails.
     """
 
     def __init__(
@@ -50,18 +52,21 @@ class BucketReducer:
         sparse: SparseGradients | None,
         clock: IterationClock,
         write_signals: Callable[[BackwardPass, torch.Tensor], None],
+        recovery: Recovery,
     ) -> None:
         self._gradients = gradients
         self._averager = averager
         self._sparse = sparse
         self._clock = clock
         self._write_signals = write_signals
+        self._recovery = recovery
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
         self.holds_last = False
         self.before_pass: Callable[[], None] | None = None
         self._next = 0
         self.abandoned: list[Work | Future[Any]] = []
+        self._left: list[tuple[Future[Any], torch.Tensor]] = []
 
     @property
     def is_drained(self) -> bool:
@@ -144,15 +149,26 @@ class BucketReducer:
     def launch_ready(self, current: BackwardPass) -> None:
         """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper).
 
-        The last one carries the signals. Of an abandoned pass, all others are launched with zeros.
+        The last one carries the signals. Of an abandoned pass, all others are launched with zeros. Of one
+        that a hook's failure broke off, none is.
         """
+        if current.broken_off:
+            return
+        try:
+            self._launch_ready(current)
+        except DistError:
+            if not self._recovery.is_broken_off():
+                raise
+            current.broken_off, current.broken = True, False
+
+    def _launch_ready(self, current: BackwardPass) -> None:
         buckets, sparse = self._gradients.buckets, self._sparse
         # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket,
         # and so do those about sparse gradients.
         early = not current.ending and (current.nested or self.holds_last)
         early = early or (sparse is not None and sparse.pending > 0)
         end = len(buckets) - (early and not current.abandoned)
-        while self._next < end:
+        while self._next < end and not current.broken_off:
             bucket = buckets[self._next]
             if bucket.pending and not current.abandoned:
                 return
@@ -193,37 +209,49 @@ class BucketReducer:
             self._sparse.announce(unused, error=bool(current.report), zeros_only=current.zeros_only)
 
     def _run_hook(self, current: BackwardPass, hook: Hook, state: Any, bucket: Bucket) -> None:
-        """Calls the hook; what goes wrong is reported, and the pass goes on so that no peer waits."""
+        """Calls the hook; where it fails, that is reported and the pass broken off, so that no peer waits."""
         later = self._gradients.buckets[bucket.index + 1 :]
         last = not any(other.indices and not other.skipped for other in later)
         try:
             future: Any = hook(state, GradBucket(bucket, self._names(bucket), last=last))
-            if not isinstance(future, torch._C.Future):
-                self._blame_hook(
-                    current,
-                    bucket,
-                    TypeError(
-                        "the communication hook must return a torch.futures.Future of a tensor, but returned "
-                        f"a value of type {type(future).__name__} for bucket {bucket.index}"
-                    ),
+            if not _is_future(future):
+                raise TypeError(
+                    "the communication hook must return a torch.futures.Future of a tensor, but returned "
+                    f"a value of type {type(future).__name__} for bucket {bucket.index}"
                 )
-                future = None
+        except BaseException as error:
+            bucket.mark_launched()
+            self._hook_failed(current, bucket, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
             bucket.mark_launched(future=future)
-        except Exception as error:  # noqa: BLE001 - reported to all ranks
-            self._blame_hook(current, bucket, error)
-            # Peers whose hooks did not fail wait for a message about this bucket.
-            bucket.mark_launched(work=None if self.is_local else average(self._averager.group, bucket.buffer))
 
     def _names(self, bucket: Bucket) -> list[str]:
         return [self._gradients.names[index] for index in bucket.indices]
 
-    def _blame_hook(self, current: BackwardPass, bucket: Bucket, error: Exception) -> None:
+    def _hook_failed(self, current: BackwardPass, bucket: Bucket, error: BaseException) -> None:
+        """Reports a failure of the hook, unless it comes of another rank's; the pass is to be left.
+
+        Raises:
+            DistError: the failure, where something else broke the group.
+        """
+        if self._recovery.is_broken_off():
+            current.broken_off = True
+            if self._recovery.comes_of_it(error):
+                return
+        elif not self.is_local and (broken := self._averager.group._first_cause()) is not None:
+            raise error if isinstance(error, DistError) else broken from error
         names = self._names(bucket)
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        current.report.errors.append(
-            f"its communication hook failed on bucket {bucket.index} ({few}): {type(error).__name__}: {error}"
-        )
+        hook = self.hook[0] if self.hook else None
+        name = getattr(hook, "__name__", type(hook).__name__)
+        why = f"its communication hook {name} failed on bucket {bucket.index} ({few})"
+        current.report.errors.append(f"{why}: {type(error).__name__}: {error}")
         current.cause = current.cause or error
+        if not self.is_local:
+            current.broken_off = True
+            self._recovery.hook_failed(why, error, ending=current.ending)
 
     # ---- the end of a pass -------------------------------------------------------------------------------
 
@@ -231,24 +259,18 @@ class BucketReducer:
         """Waits for what the communication hook returned, where there is one, and reports what is wrong.
 
         Raises:
-            DistError: a collective operation of the hook failed.
+            DistError: a collective operation of the hook failed, because something broke the group.
         """
-        if self.hook is None:
-            return
-        failure: DistError | None = None
-        for bucket in self._gradients.buckets:
+        for bucket in self._gradients.buckets if self.hook is not None else ():
+            if current.broken_off:  # nobody may complete the others
+                return
             try:
                 bucket.wait()
-            except DistError as error:
-                failure = failure or error
-            except Exception as error:  # noqa: BLE001 - reported to all ranks
-                self._blame_hook(current, bucket, error)
+            except BaseException as error:
+                self._hook_failed(current, bucket, error)
+                if not isinstance(error, Exception):
+                    raise
             bucket.state = BucketState.DONE
-        if failure is not None and current.cause is not None:
-            # The hook failed on this rank before it sent what those of other ranks send.
-            raise failure from current.cause
-        if failure is not None:
-            raise failure
 
     def finalize(self, current: BackwardPass) -> None:
         """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
@@ -257,6 +279,7 @@ class BucketReducer:
             Exception: what the first reduction that failed, failed with; all have ended then.
         """
         failure: Exception | None = None
+        self._left.clear()
         if self._sparse is not None:
             self._sparse.exchange()
         for bucket in self._gradients.buckets:
@@ -279,14 +302,28 @@ class BucketReducer:
         if bucket.future is not None and divisor is not None and not self.is_local:
             bucket.buffer.mul_(self._averager.group.size() / divisor)
 
+    def let_go(self) -> None:
+        """Takes other buckets after a pass that was broken off; the old ones stay while they may be written.
+
+        MPI cannot call off what is in flight, and futures of the hook may yet write their results. Nobody has
+        those of a call that failed; on a device, what they write may come after all that this rank waits for.
+        """
+        devices = {b.flat.device for b in self._gradients.buckets if b.flat.is_cuda}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._left += [(b.future, b.flat) for b in self._gradients.buckets if b.future is not None]
+        self._left = [(future, flat) for future, flat in self._left if not _is_done(future)]
+        self._gradients.copy_all()
+
     def abandon(self, current: BackwardPass) -> None:
         """Gives the peers of an abandoned pass what they wait for, without waiting."""
         buckets = self._gradients.buckets
         self._gradients.release_grads(buckets)
         self.launch_ready(current)
-        self.abandoned += [
-            handle for bucket in buckets if (handle := bucket.work or bucket.future) is not None
-        ]
+        if not current.broken_off:
+            self.abandoned += [
+                handle for bucket in buckets if (handle := bucket.work or bucket.future) is not None
+            ]
 
     def wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
@@ -294,3 +331,16 @@ class BucketReducer:
         for handle in abandoned:
             with contextlib.suppress(Exception):
                 handle.wait()
+
+
+def _is_future(value: object) -> bool:
+    return isinstance(value, torch._C.Future)
+
+
+def _is_done(future: Future[Any]) -> bool:
+    """Returns whether a future is complete; lets the current stream wait for its value then."""
+    done = future.done()
+    if done:
+        with contextlib.suppress(Exception):
+            future.wait()
+    return done

@@ -31,10 +31,12 @@ from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.statistics.timing import IterationClock, Mark
 from collectives.ddp.sync.end_of_pass import Consensus
 from collectives.ddp.sync.error_report import ErrorReport
+from collectives.ddp.sync.recovery import Recovery
 from collectives.ddp.unused_parameters import errors
 from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 from collectives.dynamo import leave_uncompiled
+from collectives.errors import DistError
 
 __all__ = ["Hook", "Reducer"]
 
@@ -125,8 +127,15 @@ class Reducer:
         self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self.defers_errors = group.is_stream_ordered(device)
+        self._recovery = Recovery(group, model, device)
         self._consensus = Consensus(
-            self.averager, model, self.unused, self._order, device, self.defers_errors
+            self.averager,
+            model,
+            self.unused,
+            self._order,
+            device,
+            self.defers_errors,
+            self._recovery.explain_last,
         )
         delayed = delayed or {}
         self._kinds = Kinds({**parameters, **delayed})
@@ -149,6 +158,7 @@ class Reducer:
             SparseGradients(rows, self.averager, device) if rows else None,
             self.clock,
             self._consensus.write_signals,
+            self._recovery,
         )
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
@@ -212,6 +222,7 @@ class Reducer:
             self.unused.search.is_local = is_local
         self.gradients.copy_all()
         if not is_local:
+            self._recovery.serve(hook, state)
             self._consensus.send_separately()
 
     def set_static_graph(self) -> None:
@@ -251,7 +262,6 @@ class Reducer:
             self._find_accumulators()
         self._hooks.come_last()
         self._settle()
-        self._wait_for_abandoned()
         # A graph goes on to use the buckets that it was captured with.
         if self._must_rebuild and not self._open_tasks and not self._was_captured:
             self._must_rebuild = False
@@ -292,6 +302,7 @@ class Reducer:
         before an exception, or passes under ``no_sync`` of ranks that had more inputs.
         """
         self._settle(together=True)
+        self._recovery.ended = self._recovery.left_out = 0
         self._consensus.progress = Progress(accumulated=self._consensus.progress.has_gradients())
 
     def shadow_forward(self) -> None:
@@ -312,7 +323,6 @@ class Reducer:
         if self.bucket_reducer.is_local:
             return
         with self._lock, torch.no_grad():
-            self._wait_for_abandoned()
             current = self._pass
             current.shadow = current.committed = True
             current.zeros_only = not self._consensus.progress.has_gradients()
@@ -342,7 +352,8 @@ class Reducer:
                 current.counts[index] += 1
                 if current.sync and self.unused.note_gradient(current, index):
                     self.bucket_reducer.mark_ready(current, index)
-            if self._delayed.is_ready and (self.bucket_reducer.is_drained or not current.sync):
+            drained = self.bucket_reducer.is_drained and not current.broken_off
+            if self._delayed.is_ready and (drained or not current.sync):
                 self._delayed.launch()  # after the buckets, in whatever order gradients come
 
     def stranger_hook(self, name: str) -> None:
@@ -412,6 +423,9 @@ class Reducer:
                     self._latest = None if current.sync else self._latest
                     with torch.no_grad(), contextlib.suppress(Exception):
                         self._abandon(current)
+                self._recovery.owe(current.report)
+                if current.broken_off:
+                    self.bucket_reducer.let_go()
             finally:
                 self._reset()
 
@@ -421,6 +435,7 @@ class Reducer:
         """Ends the pass."""
         if self._pass.sync:
             if self._pass.took_part():
+                self._recovery.ended += 1
                 self._consensus.progress = Progress()
                 for forward in self._pass.forwards:
                     forward.averaged = True
@@ -487,29 +502,77 @@ class Reducer:
         communicates = current.sync and not self.bucket_reducer.is_local
         if communicates:
             self.bucket_reducer.abandon(current)
+        if current.broken_off:
+            return
         self._delayed.launch(zeros=True)
         if communicates:
             self._consensus.abandon(current)
 
     def _settle(self, *, together: bool = False) -> None:
         """Raises what went wrong on other ranks in earlier passes, where that is deferred."""
+        self._wait_for_abandoned()
+        self._recovery.check_next()
         try:
             # All ranks lay their buckets out again after the first pass, which blocks anyway.
             first = self._must_rebuild and not self._was_captured
             self._must_rebuild |= self._consensus.settle(together=together or first)
-        except GradientSyncError:
+        except DistError as error:
             self.passes -= 1  # as on the rank that raised in that pass
             self._must_rebuild = False
-            raise
+            explained = self.explain(error)
+            if explained is error:
+                self._recovery.ended += 1
+            raise explained from error.__cause__
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
         self.bucket_reducer.wait_for_abandoned()
         self._consensus.wait_for_abandoned()
+        owed, self._recovery.owed = self._recovery.owed, None
+        if owed is not None and self._recovery.is_broken_off():
+            self._meet(owed, after=True)
+
+    def explain(self, error: DistError) -> DistError:
+        """Returns the error of a pass that a hook's failure broke off, for what came of it here, or that one.
+
+        Blocks until all ranks have come.
+        """
+        if isinstance(error, GradientSyncError) or not self._recovery.is_broken_off():
+            return error
+        error = self._meet(self._recovery.owed or ErrorReport())
+        self._recovery.ended += 1
+        return error
+
+    def _meet(self, report: ErrorReport, *, after: bool = False) -> GradientSyncError:
+        """Brings the ranks together after a pass that was broken off; returns the error that all raise."""
+        error, self.passes = self._recovery.meet(report, self.passes, after=after)
+        self._must_rebuild = False
+        self.bucket_reducer.let_go()
+        self._consensus.begin_anew()
+        return error
+
+    def _leave(self, report: ErrorReport) -> GradientSyncError:
+        """Leaves a pass that was broken off before the ranks meet; returns the error of this rank."""
+        error = self._recovery.leave(report)
+        self.bucket_reducer.let_go()
+        self._consensus.begin_anew()
+        return error
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
 
     def _finalize_backward(self, current: BackwardPass) -> None:
+        """Ends a synchronised pass, or brings the ranks together where a hook's failure broke it off."""
+        try:
+            self._finish_pass(current)
+        except DistError as error:
+            if isinstance(error, GradientSyncError) or not self._recovery.is_broken_off():
+                raise
+            current.broken_off = True
+        if current.broken_off:
+            leave_or_meet = self._leave if self._consensus.defers(current) else self._meet
+            raise leave_or_meet(current.report) from current.cause
+
+    def _finish_pass(self, current: BackwardPass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
         current.ending = True
         self.clock.mark(Mark.BACKWARD_END)
@@ -523,8 +586,11 @@ class Reducer:
         else:
             self.unused.report_missing(current)
         self.bucket_reducer.launch_ready(current)
-        self._delayed.launch()
-        self.bucket_reducer.wait_for_hook(current)
+        if not current.broken_off:
+            self._delayed.launch()
+            self.bucket_reducer.wait_for_hook(current)
+        if current.broken_off:
+            return
         self._consensus.send_signals(current)
         tail = self.gradients.buckets[-1].tail
         if self.bucket_reducer.hook is None:

@@ -72,6 +72,7 @@ class Consensus:
         order: the order of their gradients.
         device: device of tensors that the group takes.
         deferred: whether signals may be read before the next pass.
+        explain: returns what to raise for an error after the last pass.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Consensus:
         order: OrderTrace,
         device: torch.device,
         deferred: bool,
+        explain: Callable[[DistError], DistError],
     ) -> None:
         self._averager = averager
         self._model = model
@@ -89,6 +91,7 @@ class Consensus:
         self._order = order
         self._device = device
         self._deferred = deferred
+        self._explain = explain
         self._late: deque[_LatePass] = deque()
         self._waits = False
         self._relayout = False
@@ -294,8 +297,11 @@ class Consensus:
             GradientSyncError: something went wrong on a rank.
             DistError: the group broke, so that there were no averages.
         """
-        while self._late:
-            self._read_oldest("one of the last backward passes")
+        try:
+            while self._late:
+                self._read_oldest("one of the last backward passes")
+        except DistError as error:
+            raise self._explain(error) from error.__cause__
         if self._out_of_step is not None:
             report, self._out_of_step = self._out_of_step, None
             which = "one of the last backward passes"
@@ -324,6 +330,15 @@ class Consensus:
             pass  # as the user wanted
         except Exception as error:  # noqa: BLE001 - nobody is left to catch it
             log.error("at the end of the process: %s", error)
+
+    def begin_anew(self) -> None:
+        """Forgets what earlier passes left, after one that was broken off; all ranks do so."""
+        self._late.clear()
+        self._abandoned.clear()
+        self._waits = self._relayout = False
+        self._out_of_step = self._work = None
+        self.progress = Progress()
+        self.send_separately()  # what is in flight may yet be written to the tail before
 
     def abandon(self, current: BackwardPass) -> None:
         """Sends signals and report of a pass that broke off here, without waiting."""

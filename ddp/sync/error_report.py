@@ -40,12 +40,14 @@ class ErrorReport:
         faults: names of the parameters that have each fault.
         errors: what else went wrong, in words.
         position: where this rank stands, where the ranks are out of step.
+        advice: what to do, besides what faults and position call for.
     """
 
     total: int = 0
     faults: dict[ParameterFault, list[str]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     position: str = ""
+    advice: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.faults or self.errors or self.position)
@@ -61,7 +63,7 @@ class ErrorReport:
             "; ".join(self.errors).replace("\0", " ").encode()[:_LIMIT].decode(errors="ignore"),
             *(in_words(fault, names, self.total, _LIMIT) for fault, names in self.faults.items()),
         ]
-        advice = [fault.advice for fault in self.faults] + [_OUT_OF_STEP] * bool(self.position)
+        advice = [fault.advice for fault in self.faults] + [_OUT_OF_STEP] * bool(self.position) + self.advice
         text = "\0".join(["; ".join(filter(None, reasons)), *advice])
         return text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
 

@@ -107,8 +107,8 @@ class _Operations(TorchDispatchMode):
             if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor(), which has made it unseen
                 forget(args[0])
             return func(*args, **kwargs)
-        if func.namespace.startswith(("c10d", "_c10d")):  # no kernel: what it calls is looked at
-            return func(*args, **kwargs)
+        if func.namespace.startswith(("c10d", "_c10d")) or func is torch.ops.aten.is_set_to.default:
+            return func(*args, **kwargs)  # no kernel: what it calls is looked at, or what the host knows
         if kwargs.get("pin_memory"):
             return _pinned(func, args, kwargs)
         stream, given = current_stream(), accesses.tensors_in((args, kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +11,13 @@ from collectives import ProcessGroup
 from collectives.ddp.hooks.support.adapter import group_of
 from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys
 from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.sync.recovery import gather_records
 from collectives.dynamo import Uncompiled
 from collectives.logs import Log
 
 __all__ = ["FeedbackState", "HookState", "check_integer"]
 
 _log = Log(__name__)
-
-_FACTS_BYTES = 2048
 
 
 class HookState(Uncompiled):
@@ -72,11 +70,7 @@ class HookState(Uncompiled):
             **self.facts(),
             "saved by": "no ranks" if self._world_size is None else f"{self._world_size} ranks",
         }
-        text = json.dumps(facts).encode()[:_FACTS_BYTES].ljust(_FACTS_BYTES)
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        everyone = torch.empty(group.size() * _FACTS_BYTES, dtype=torch.uint8, device=device)
-        group.all_gather_single(everyone, mine).wait()
-        rows = [json.loads(row.numpy().tobytes()) for row in group.to_host(everyone).view(group.size(), -1)]
+        rows = gather_records(group, facts, device)
         where = f"[rank {group.rank()}] {type(self).__name__} over {group.describe()}"
         different = [
             f"{name}: {', '.join(f'{row.get(name)!r} on rank {rank}' for rank, row in enumerate(rows))}"
@@ -106,6 +100,10 @@ class HookState(Uncompiled):
         """Forgets what it remembers of gradients, but not the number of iterations; called on all ranks."""
         self._world_size = None
         self._agreed = False
+
+    def pass_failed(self) -> None:
+        """Begins anew, on all ranks, after a pass that may have left different memories on them."""
+        self.reset_memory()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves: all but the process group."""

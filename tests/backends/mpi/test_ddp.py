@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import failing_hooks
 import hook_zoo
 import pytest
 from mpi_team import Teams
@@ -10,3 +11,11 @@ from mpi_team import Teams
 @pytest.mark.full
 def test_every_hook_trains_with_sparse_gradients_and_uneven_inputs(mpi: Teams) -> None:
     hook_zoo.check(mpi.run(hook_zoo.train_with_every_hook, 2, timeout=100))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", failing_hooks.WHERE)
+def test_all_ranks_learn_which_hook_failed_and_train_on(mpi: Teams, where: str) -> None:
+    for name in ("plain", "blocking", "by messages", "allreduce", "fp16", "low rank", "one bit"):
+        ranks = mpi.run(failing_hooks.failing, 3, name, where, "middle", True, timeout=100)
+        failing_hooks.check(ranks, name)

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import failing_hooks
 import pytest
 import torch
 from conformance.test_works import eventually
@@ -27,7 +28,8 @@ from sources import IMPORTED_FROM
 from collectives import GroupAbortedError, PeerLostError, ProcessGroup, ReduceOp
 from collectives.backends.nccl.options import Options
 from collectives.core.types import AllreduceOptions
-from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
+from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 CPU = torch.device("cpu")
 
@@ -388,9 +390,42 @@ def out_of_step_in_the_last_pass(group: ProcessGroup) -> None:
         group.shutdown()
 
 
+def hook_failed_in_the_last_pass(group: ProcessGroup) -> None:
+    """The rank of the hook raises in its pass, and the others at the end of the group."""
+    module = model(group)
+    store, fails_now = current_store(), False
+
+    def hook(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if fails_now:
+            store.wait(["rank 0 is through"])
+            raise KeyError("in the hook")
+        return allreduce_hook(group, bucket)
+
+    module.register_comm_hook(group, hook)
+    for _ in range(2):
+        module(rows(group.rank())).sum().backward()
+    fails_now = group.rank() == 1
+    told = r"because of rank 1:(.|\n)*hook hook failed on bucket 0(.|\n)*KeyError: 'in the hook'"
+    if fails_now:
+        with pytest.raises(GradientSyncError, match=told):
+            module(rows(1)).sum().backward()
+        group.shutdown()
+    else:
+        module(rows(group.rank())).sum().backward()
+        store.set("rank 0 is through", "")
+        assert eventually(lambda: group._first_cause() is not None)
+        with pytest.raises(GradientSyncError, match=told + r"(.|\n)*load a checkpoint"):
+            group.shutdown()
+
+
 @pytest.mark.parametrize(
     "body",
-    [lost_in_the_last_pass, failed_in_the_last_pass, out_of_step_in_the_last_pass],
+    [
+        lost_in_the_last_pass,
+        failed_in_the_last_pass,
+        out_of_step_in_the_last_pass,
+        hook_failed_in_the_last_pass,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_the_last_pass(nccl_library: Path, body: Any) -> None:
@@ -450,12 +485,33 @@ def test_the_last_pass_before_the_process_ends(
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=100) for rank in ranks]
-    assert ranks[0].returncode == 0
+    assert ranks[0].returncode == 0, said[0][1][-3000:]
     assert said[0][0] == "saved\n"
     assert told in said[0][1]
     assert ranks[1].returncode == (7 if dies else 0)
     assert said[1][0] == ("" if dies else "raised\nsaved\n")
     assert told not in said[1][1]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("where", failing_hooks.WHERE)
+@pytest.mark.parametrize("name", ["plain", "allreduce", "fp16", "low rank", "one bit"])
+def test_a_hook_fails_on_one_rank(nccl_library: Path, name: str, where: str, at_once: bool) -> None:
+    if where == "after" and name not in failing_hooks.EXACT:
+        pytest.skip("what the hook began writes to its bucket on a stream that only the device waits for")
+    options = {"pg_options": Options(blocking_wait=at_once)}
+    body = failing_at_once if at_once else failing_later
+    ranks = run_over_double(body, 3, nccl_library, name, where, options=options, timeout=100)
+    failing_hooks.check(ranks, name)
+
+
+def failing_at_once(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
+    return failing_hooks.failing(group, name, where, "middle", True, steps=4)
+
+
+def failing_later(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
+    return failing_hooks.failing_later(group, name, where, "middle")
 
 
 # ---- graphs --------------------------------------------------------------------------------------------

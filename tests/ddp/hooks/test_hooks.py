@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
 from ddp_oracle import naive_average
-from given_gradients import Given, averaged, random_gradients
-from harness import run_ranks, run_world
+from harness import current_store, run_ranks, run_world
 from torch import nn
 
-from collectives import CollectiveMismatchError
+from collectives import PeerLostError
+from collectives.backends.host import ProcessGroupHost
 from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import (
@@ -21,7 +22,6 @@ from collectives.ddp.hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 
 
 def model():
@@ -225,17 +225,7 @@ def failing(group, what, at_fault):
         ours(data(group.rank())).sum().backward()
     untouched = all(map(torch.equal, gradients(ours), local_gradients(group.rank())))
     passes.append(1)
-    ours.zero_grad()
-    ours(data(group.rank())).sum().backward()
-    naive = model()
-    naive(data(group.rank())).sum().backward()
-    naive_average(naive.parameters(), group)
-    return (
-        str(caught.value),
-        type(caught.value.__cause__).__name__,
-        untouched,
-        all(map(torch.equal, gradients(ours), gradients(naive))),
-    )
+    return str(caught.value), type(caught.value.__cause__).__name__, untouched, goes_on(ours, group)
 
 
 @pytest.mark.parametrize("at_fault", [(0, 1), (1,)], ids=["all", "one"])
@@ -262,39 +252,102 @@ def test_a_failing_hook_is_one_clear_error_on_all_ranks_and_training_goes_on(
         run_ranks(failing, 2, what, at_fault, backend="host")
     ):
         assert words in message
-        assert "communication hook failed on bucket 1 (2.weight)" in message
+        assert "communication hook hook failed on bucket 1 (2.weight)" in message
         assert f"because of rank{'s 0, 1' if len(at_fault) > 1 else ' 1'}:" in message
         assert raised == (cause if rank in at_fault else "NoneType")
         assert untouched
         assert good
 
 
-def fails_alone(group):
-    """A hook that fails on one rank, where those of the others send something else than gradients."""
-    shapes = {"m": (16, 16), "n": (16, 16)}
-    ours = DistributedDataParallel(Given(shapes), process_group=group, bucket_cap_mb=0)
-    calls = []
+def out_of_step(group):
+    """Hooks that send different things; returns the error, and whether the next pass is good."""
+    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
+    passes = []
 
     def hook(state, bucket):
-        calls.append(bucket.index())
-        if calls == [0, 1] and group.rank() == 1:
-            raise MemoryError("in the hook")
-        return one_bit_hook(state, bucket)
+        if not passes and bucket.index() == 1 and group.rank() == 1:
+            group.allreduce([torch.ones(3)]).wait()
+        return allreduce_hook(group, bucket)
 
-    ours.register_comm_hook(OneBitState(group), hook)
-    with pytest.raises(CollectiveMismatchError) as caught:
-        averaged(ours, random_gradients(shapes, group.rank(), 0))
-    result = averaged(ours, random_gradients(shapes, group.rank(), 1))
-    return str(caught.value), repr(caught.value.__cause__), result
+    ours.register_comm_hook(None, hook)
+    with pytest.raises(GradientSyncError) as caught:
+        ours(data(group.rank())).sum().backward()
+    passes.append(1)
+    return str(caught.value), goes_on(ours, group)
 
 
-def test_a_hook_that_fails_alone_is_the_cause_of_the_error_on_its_rank() -> None:
-    ranks = run_ranks(fails_alone, 2, backend="host", timeout=20)
-    for rank, (message, cause, result) in enumerate(ranks):
-        assert "rank 1: all_reduce(AVG, float32, 256 elements)" in message
-        assert cause == ("MemoryError('in the hook')" if rank else "None")
-        for name, gradient in result.items():
-            assert torch.equal(gradient, ranks[0][2][name])
+def goes_on(ours, group):
+    """Returns whether the next pass averages."""
+    ours.zero_grad()
+    ours(data(group.rank())).sum().backward()
+    naive = model()
+    naive(data(group.rank())).sum().backward()
+    naive_average(naive.parameters(), group)
+    return all(map(torch.equal, gradients(ours), gradients(naive)))
+
+
+def test_hooks_that_send_different_things_are_one_error_on_all_ranks() -> None:
+    for message, good in run_ranks(out_of_step, 2, backend="host"):
+        assert "because of ranks 0, 1:" in message
+        assert "CollectiveMismatchError" in message
+        assert "all_reduce(SUM, float32, 3 elements)" in message
+        assert good
+
+
+def interrupted(group, ends):
+    """A handler of a signal raises in the hook of a rank, which goes on, or ends."""
+    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
+    passes = []
+
+    def hook(state, bucket):
+        if not passes and bucket.index() == 1 and group.rank() == 1:
+            raise KeyboardInterrupt
+        return allreduce_hook(group, bucket)
+
+    ours.register_comm_hook(None, hook)
+    kinds = {0: PeerLostError if ends else GradientSyncError, 1: KeyboardInterrupt}
+    with pytest.raises(kinds[group.rank()]) as caught:
+        ours(data(group.rank())).sum().backward()
+    passes.append(1)
+    if ends and group.rank() == 1:
+        os._exit(1)
+    return str(caught.value), ends or goes_on(ours, group)
+
+
+def test_an_interrupted_hook_is_told_to_the_others_when_its_rank_goes_on() -> None:
+    (message, good), (_, good_there) = run_ranks(interrupted, 2, False, backend="host")
+    assert "rank 1: its communication hook hook failed on bucket 1 (2.weight): KeyboardInterrupt" in message
+    assert good
+    assert good_there
+
+
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+def test_a_rank_that_ends_after_its_hook_failed_is_lost(backend) -> None:
+    (message, _), _ = run_ranks(interrupted, 2, True, backend=backend, lost={1}, isolated=True)
+    assert "rank 1 died" in message or "rank 1 is lost" in message
+
+
+def cannot_be_renewed(rank, size):
+    group = ProcessGroupHost(current_store(), rank, size)
+    group._store = None  # as of a group that is made without one
+    ours = DistributedDataParallel(model(), process_group=group)
+
+    def hook(state, bucket):
+        if rank == 1:
+            raise KeyError("in the hook")
+        return allreduce_hook(group, bucket)
+
+    ours.register_comm_hook(None, hook)
+    with pytest.raises(GradientSyncError) as caught:
+        ours(data(rank)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_group_that_cannot_be_connected_anew_is_one_error_on_all_ranks() -> None:
+    for message in run_ranks(cannot_be_renewed, 2):
+        assert "hook failed on bucket 0 (" in message
+        assert "KeyError: 'in the hook'" in message
+        assert "cannot be connected anew: it has no store; make a new group" in message
 
 
 def wrong_registrations(group):

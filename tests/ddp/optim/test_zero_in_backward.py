@@ -159,7 +159,7 @@ def test_parameters_stay_equal_where_an_update_fails(where, words) -> None:
         for message, equal, changed, _ in (one, other):
             assert words in message
             assert equal
-            assert changed  # the buckets that did not fail
+            assert changed or where == "hook"  # the buckets that did not fail, as far as the pass came
         assert torch.equal(one[3], other[3])
 
 
