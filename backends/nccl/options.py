@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.core.arguments.option_records import BackendOptions
 from collectives.registry.backends import refuse_unknown_options
 
 __all__ = ["Options", "checked_options", "option_names"]
@@ -16,7 +17,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(slots=True)
-class Options:
+class Options(BackendOptions):
     """Options of the nccl backend, given as ``pg_options``; equal on all ranks.
 
     Attributes:
@@ -37,6 +38,8 @@ class Options:
     provider: str | None = None
     blocking_wait: bool | None = None
     duplex_messages: bool = False
+
+    _backend: ClassVar[str] = "nccl"
 
     @property
     def waits_block(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
+from collectives.core.arguments.option_records import BackendOptions
 from collectives.registry.backends import backend_spec, refuse_unknown_options
 
 __all__ = ["RoundRobinOptions", "lanes_of", "option_names", "options_of"]
@@ -16,7 +17,7 @@ _BACKEND = "COLLECTIVES_ROUND_ROBIN_BACKEND"
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRobinOptions:
+class RoundRobinOptions(BackendOptions):
     """Options of the round_robin backend, given as ``pg_options``; the same on every rank.
 
     Attributes:
@@ -27,10 +28,10 @@ class RoundRobinOptions:
     """
 
     lanes: int = 3
-    backend: str | tuple[str, ...] = "host"
+    backend: str | tuple[str, ...] = "host"  # type: ignore[assignment]
     lane_options: Any = None
 
-    _timeout = None  # DeviceMesh of torch reads it from every backend's options: the time limit of the group
+    _backend: ClassVar[str] = "round_robin"
 
 
 def option_names() -> tuple[str, ...]:

@@ -647,7 +647,7 @@ def init_device_mesh(
     mesh_shape: tuple[int, ...],
     *,
     mesh_dim_names: tuple[str, ...] | None = None,
-    backend_override: dict[Any, Any] | None = None,
+    backend_override: Mapping[int | str, object] | None = None,
 ) -> DeviceMesh:
     """Makes torch's mesh over the world of ``torch.distributed``; called by all ranks, and blocks for them.
 
@@ -660,7 +660,8 @@ def init_device_mesh(
         device_type: type of the devices, such as ``"cpu"``.
         mesh_shape: number of ranks along each dimension; the same on all ranks, as are the others.
         mesh_dim_names: names of the dimensions.
-        backend_override: by dimension, or its name: the backend of its groups, their options, or both.
+        backend_override: by dimension, or its name: the backend of its groups, their options as ``new_group``
+            takes them, or a pair of both.
 
     Returns:
         The mesh.
@@ -672,9 +673,26 @@ def init_device_mesh(
         _refuse("which is not initialised", "first, or collectives.register_world_with_torch()")
     if group_behind(torch.distributed.group.WORLD) is None:
         _refuse(f"which was initialised with {torch.distributed.get_backend()!r}", "instead")
+    overrides: dict[Any, Any] | None = None
+    if backend_override is not None:
+        overrides = {dimension: _override(given) for dimension, given in backend_override.items()}
     return device_mesh.init_device_mesh(
-        device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override
+        device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=overrides
     )
+
+
+class _Options(dict[str, Any]):
+    """Options of a group by their names, in the form that torch's mesh takes."""
+
+    _timeout = None
+
+
+def _override(given: object) -> Any:
+    """Returns backend and options of a mesh's dimension, of which one may be ``None``."""
+    if isinstance(given, str):
+        return given, None
+    backend, options = given if isinstance(given, tuple) else (None, given)
+    return backend, _Options(options) if isinstance(options, Mapping) else options
 
 
 def _refuse(state: str, when: str) -> NoReturn:

@@ -13,7 +13,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.api.debug import checked
-from collectives.core.arguments.option_records import is_general
+from collectives.core.arguments.option_records import BackendOptions, is_general
 from collectives.core.process_group import ProcessGroup
 from collectives.dynamo import leave_uncompiled
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
@@ -205,7 +205,8 @@ def _make(backend: str, options: GroupOptions) -> ProcessGroup:
     if backend != "host" or not torch.cuda.is_available() or why_unavailable("nccl") is not None:
         return create_group(backend, options)
     split_from = getattr(options.split_from, "groups", {})
-    chosen = options.pg_options if isinstance(options.pg_options, Mapping) else {"host": options.pg_options}
+    given = options.pg_options
+    chosen = given if isinstance(given, Mapping) else {_backend_of(given): given}
     parts = {
         device: create_group(
             name,
@@ -219,6 +220,11 @@ def _make(backend: str, options: GroupOptions) -> ProcessGroup:
         for device, name in (("cpu", "host"), ("cuda", "nccl"))
     }
     return ProcessGroupByDevice(parts, options.store)
+
+
+def _backend_of(options: object) -> str:
+    """Returns the backend whose options these are, of ``host`` and what stands beside it."""
+    return options._backend if isinstance(options, BackendOptions) else "host"
 
 
 def _with_fixed(given: Any, fixed: Mapping[str, Any], who: str) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from torch._C import _distributed_c10d as c10d
 
@@ -13,6 +15,7 @@ from collectives.errors import UnsupportedOperationError
 
 __all__ = [
     "REDUCE_OP_CODES",
+    "BackendOptions",
     "GeneralOptions",
     "is_general",
     "limit",
@@ -35,6 +38,33 @@ class GeneralOptions(c10d.Backend.Options):
         copied = GeneralOptions(self.backend, self._timeout)
         copied.group_name = self.group_name
         return copied
+
+
+class BackendOptions(c10d.Backend.Options):
+    """Base of the records of a backend's own options, which are dataclasses.
+
+    ``torch.distributed`` looks for the class of torch, as in the overrides of a device mesh.
+    """
+
+    __slots__ = ()
+
+    _backend: ClassVar[str]
+    _timeout = None  # type: ignore[assignment]  # a record says nothing of it, so that torch takes its default
+
+    def __post_init__(self) -> None:
+        super().__init__(self._backend)
+
+    def __copy__(self) -> BackendOptions:
+        return type(self)(*self._values())
+
+    def __deepcopy__(self, memo: object) -> BackendOptions:
+        return copy(self)  # records within it may be torch's, which have no copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
 
 
 def is_general(options: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed
@@ -9,6 +11,7 @@ from harness import run_world
 from torch_world import run_torch
 
 import collectives as dist
+from collectives.backends.round_robin import RoundRobinOptions
 
 WAY_OUT = r'call torch.distributed.init_process_group\("collectives"\)'
 
@@ -24,6 +27,36 @@ def meshes(rank: int, size: int) -> None:
 
 def test_groups_of_a_mesh_are_groups_of_ours() -> None:
     run_torch(meshes, 4)
+
+
+def overrides(rank: int, size: int) -> None:
+    """Options alone and with a backend, as records and as dicts, through torch's function as well as ours."""
+    names = ("outer", "inner")
+    lanes = RoundRobinOptions(lanes=2)
+    ours: list[tuple[Any, int]] = [
+        ({"inner": lanes}, 2), ({1: {"lanes": 4}}, 4), ({"inner": (None, {"lanes": 1})}, 1), ({}, 3),
+        ({"inner": ("collectives_round_robin:4", None)}, 4),
+        ({"inner": ("collectives_round_robin", {"lanes": 2, "backend": "gloo"})}, 2),
+    ]  # fmt: skip
+    for make, cases in (
+        (dist.init_device_mesh, ours),
+        (torch.distributed.init_device_mesh, [ours[0], ({1: ("collectives_round_robin", lanes)}, 2)]),
+    ):
+        for override, count in cases:
+            given = dict(override)
+            mesh = make("cpu", (2, 2), mesh_dim_names=names, backend_override=given)
+            groups: list[Any] = [mesh.get_group(name) for name in names]
+            assert [len(group.inner.lanes) for group in groups] == [3, count]
+            tensor = torch.tensor([float(rank)])
+            torch.distributed.all_reduce(tensor, group=groups[1])
+            assert tensor.item() == (1.0 if rank < 2 else 5.0)
+            assert make is not dist.init_device_mesh or given == override
+    with pytest.raises(TypeError, match="unknown are loops; known are lanes"):
+        dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override={"inner": {"loops": 2}})
+
+
+def test_options_of_one_dimension() -> None:
+    run_torch(overrides, 4, backend="collectives_round_robin")
 
 
 def in_the_world_of_gloo(rank: int, size: int) -> None:
