@@ -6,9 +6,11 @@ in a record count within the group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NewType
+from types import MappingProxyType
+from typing import Any, ClassVar, NewType, TypeAlias
 
 import torch
 import torch.distributed as _torch_distributed
@@ -54,8 +56,12 @@ class ReduceOp:
     """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR``.
 
     ``PREMUL_SUM`` multiplies every input by a factor and sums; make one with :func:`make_premul_sum`. AVG is
-    the sum over the number of ranks. Enum-like without ``__members__``. Compares equal to the operation of
-    the same name in ``torch.distributed``; :meth:`of` turns one into ours.
+    the sum over the number of ranks. Enum-like; ``RedOpType`` is another name of the class. Compares equal to
+    the operation of the same name in ``torch.distributed``; :meth:`of` turns one into ours.
+
+    Args:
+        op: its name, its number, or a reduction, ours or of ``torch.distributed``.
+        factor: multiplier of ``PREMUL_SUM``; ``None`` for that of ``op``.
 
     Attributes:
         name: ``"SUM"``, ...
@@ -63,7 +69,8 @@ class ReduceOp:
         factor: multiplier of ``PREMUL_SUM``; ``None`` for every other operation.
 
     Raises:
-        ValueError: there is no reduction of this name.
+        ValueError: there is no reduction of this name or number.
+        TypeError: ``op`` is something else.
     """
 
     __slots__ = ("code", "factor", "name")
@@ -77,17 +84,28 @@ class ReduceOp:
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
     PREMUL_SUM: ClassVar[ReduceOp]
+    RedOpType: TypeAlias = "ReduceOp"  # the class itself, from below
+    __members__: ClassVar[Mapping[str, ReduceOp]]
 
     name: str
     code: int
     factor: float | None
 
-    def __init__(self, name: str, factor: float | None = None) -> None:
-        if name not in _CODES:
-            raise ValueError(f"unknown reduction {name!r}; the reductions are {', '.join(_CODES)}")
+    def __init__(self, op: object, factor: float | None = None) -> None:
+        if not isinstance(op, (str, int)):
+            known = ReduceOp.of(op)
+            op, factor = known.name, known.factor if factor is None else factor
+        name = next((name for name, code in _CODES.items() if op in (name, code)), None)
+        if name is None:
+            raise ValueError(f"unknown reduction {op!r}; the reductions are {', '.join(_CODES)}")
         self.name = name
         self.code = _CODES[name]
         self.factor = factor
+
+    @property
+    def value(self) -> int:
+        """:attr:`code`, under the name that enums have for it."""
+        return self.code
 
     @classmethod
     def of(cls, op: object) -> ReduceOp:
@@ -122,6 +140,9 @@ class ReduceOp:
     def __hash__(self) -> int:
         return hash((self.code, self.factor))
 
+    def __int__(self) -> int:
+        return self.code
+
     def __repr__(self) -> str:
         return f"<ReduceOp.{self.name}{'' if self.factor is None else f'({self.factor})'}: {self.code}>"
 
@@ -135,6 +156,8 @@ _CODES = {
 _BY_NAME = {name: ReduceOp(name) for name in _CODES}
 for _name, _op in _BY_NAME.items():
     setattr(ReduceOp, _name, _op)
+setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 - a name of a type, for type checkers
+ReduceOp.__members__ = MappingProxyType(_BY_NAME)
 
 
 def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:

@@ -353,3 +353,25 @@ def takes_torch_reductions(rank: int, size: int) -> None:
 
 def test_reductions_of_torch_and_of_factors() -> None:
     run_world(takes_torch_reductions, 2)
+
+
+def test_reductions_are_made_as_in_torch() -> None:
+    """``ReduceOp(ReduceOp.SUM)``, ``ReduceOp.RedOpType`` and its values."""
+    made = dist.ReduceOp
+    for name, kind in torch.distributed.ReduceOp.RedOpType.__members__.items():
+        member = getattr(made, name)
+        assert member == made(member) == made(kind) == kind
+        assert isinstance(member, made.RedOpType)
+        assert made.RedOpType(int(kind)) == getattr(made.RedOpType, name) == member
+        assert (member.name, member.value, int(member)) == (name, kind.value, int(kind))
+        assert {made.RedOpType.__members__[name]: 1}[member] == 1
+    assert dist.ReduceOp("SUM") == dist.ReduceOp(torch.distributed.ReduceOp.SUM) == dist.ReduceOp.SUM
+    halved = dist.make_premul_sum(0.5)
+    assert dist.ReduceOp(halved) == halved != dist.ReduceOp.PREMUL_SUM
+    assert dist.ReduceOp(halved, 2.0).factor == 2.0
+    with pytest.raises(ValueError, match="unknown reduction 'sum'; the reductions are SUM"):
+        dist.ReduceOp("sum")
+    with pytest.raises(ValueError, match="unknown reduction 9"):
+        dist.ReduceOp(9)
+    with pytest.raises(TypeError, match="op must be a ReduceOp"):
+        dist.ReduceOp(None)
