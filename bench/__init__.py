@@ -17,7 +17,6 @@ PROGRAMS = {
     "collectives": "collectives.bench.every_operation",
     "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
-    "hooks": "collectives.bench.hooks",
     "paper": "collectives.bench.paper.command",
     "store": "collectives.bench.store",
 }

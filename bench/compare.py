@@ -1,11 +1,11 @@
 """What became slower or faster between two runs of a program that times calls?
 
-The files are JSON reports of ``collectives bench allreduce``, ``collectives``, ``ddp``, ``hooks`` or
-``store``, both of the same kind. Each point, such as an operation by a peer with some ranks at some size, has
-one or more times. A time is slower where its median lies above the ninetieth percentile of the old run, and
-the old median below the tenth percentile of the new one; faster the other way round. What lies closer is
-noise. A machine that was busy during one run makes everything slower, peers of other libraries too: look at
-those first, and better let both runs alternate.
+The files are JSON reports of ``collectives bench allreduce``, ``collectives``, ``ddp`` or ``store``, both of
+the same kind. Each point, such as an operation by a peer with some ranks at some size, has one or more times.
+A time is slower where its median lies above the ninetieth percentile of the old run, and the old median below
+the tenth percentile of the new one; faster the other way round. What lies closer is noise. A machine that was
+busy during one run makes everything slower, peers of other libraries too: look at those first, and better let
+both runs alternate.
 """
 
 from __future__ import annotations
@@ -65,13 +65,10 @@ _TRAINING = _Kind(
     {"model": "model", "peer": "peer", "ranks": "ranks", "batch": "batch", "length": "length"},
     ("iteration", "forward", "backward", "step"),
 )
-_HOOKS = _Kind(
-    ("hooks",), {"task": "task", "hook": "hook", "backend": "backend", "ranks": "ranks"}, ("iteration",)
-)
 _STORE = _Kind(
     ("store",), {"server": "server", "operation": "operation", "store": "store"}, ("call",), split=_stores
 )
-_KIND_OF = {name: kind for kind in (_COMPARISON, _TRAINING, _HOOKS, _STORE) for name in kind.programs}
+_KIND_OF = {name: kind for kind in (_COMPARISON, _TRAINING, _STORE) for name in kind.programs}
 
 
 @dataclass(frozen=True, slots=True)

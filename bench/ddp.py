@@ -13,24 +13,33 @@ Peers are named KIND:BACKEND+OPTION: ``ours:host`` is this package's Distributed
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
 torch.distributed, ``alone`` the bare model. ``ours:round_robin:5`` goes through 5 groups in turn, of the
 host backend or of a named one (``ours:round_robin:5:gloo``), ``torch:collectives_round_robin:3`` likewise
-under torch's wrapper. Hooks: ``+noop`` (no communication: the best that is possible),
-``+fp16``, ``+bf16``. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many
-tensors:
+under torch's wrapper. ``+NAME`` is a communication hook; ``+noop`` communicates nothing: the best that is
+possible. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many tensors:
 
     collectives bench ddp --models layers500 --peers ours:host,ours:host+unused,torch:gloo,torch:gloo+unused
+
+``--hooks`` names hooks for all peers. What they do to the loss is told for models that learn something:
+``digits`` (a small convolutional network on real images) and ``language`` (a transformer on texts of a Markov
+chain; needs transformers), each with the optimizer that it learns with. With ``--machines`` each rank is on a
+network of its own, joined by a link of the speed ``--link``:
+
+    collectives bench ddp --models digits,language --hooks none,fp16,powersgd-1 --machines 2 --link 1gbit
 
 The model ``spare`` has a parameter that is not used, near the place where backward begins; beside ``small``
 it tells what such a parameter costs of the overlap, in the column /no-op:
 
     collectives bench ddp --models small,spare --find-unused
 
-An iteration is zero_grad, forward, loss, backward and the optimizer's step.
+An iteration is zero_grad, forward, loss, backward and the optimizer's step. Hooks with a state average
+exactly in the warm-up. *sent* is what a rank sends in an iteration, counted from what its group does as the
+best algorithms do it; *link* what the interface of a machine sends, headers included.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,6 +49,7 @@ from typing import Any
 from collectives.bench.core.arguments import (
     add_files,
     add_iterations,
+    add_machines,
     add_rank_options,
     add_ranks,
     at_least,
@@ -51,17 +61,21 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.devices import DEVICES, Device, check_device, why_not_on
-from collectives.bench.core.groups import lane_of, parent_store, split_lanes
+from collectives.bench.core.groups import LOCALHOST, lane_of, parent_store, split_lanes
 from collectives.bench.core.machine import cores_of_ranks, describe_machine
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
-from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
+from collectives.bench.training.hooks import HOOKS
+from collectives.bench.training.models import install_command, why_unavailable
+from collectives.bench.training.tasks import LEARNING_STEPS, TASKS, Task
 from collectives.ranks.mpirun import start_ranks
 from collectives.ranks.processes import RankFailedError, RankProcesses
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
+from collectives.secret import provided
 from collectives.store import TCPStore
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
@@ -78,6 +92,12 @@ PEERS = {
 }  # fmt: skip
 """By device both wrappers over all its backends, and each without communication."""
 
+DEFAULT_FOR_HOOKS = {"cpu": "ours:host", "cuda": "ours:nccl"}
+"""By device the peer that hooks are measured with where the user names none."""
+
+NONE = "none"
+"""What the command line calls averaging without a hook."""
+
 FIELD = ("resnet50", "bert-base", "bert-mini")
 """Models where the user names none."""
 
@@ -90,6 +110,12 @@ MAX_ITERATIONS = 200
 
 WARMUP = 3
 """Iterations before those that count: wrappers lay their buckets out again after the first."""
+
+LEARNING_WARMUP = LEARNING_STEPS // 10
+"""The same of models that learn something, which hooks with a state are to begin with averages of."""
+
+LAST_SHARE = 10
+"""Part of the steps whose mean loss counts: the last one in so many."""
 
 BASE_BYTES = 400 << 20
 """Memory of a rank beside the model: torch, transformers, activations."""
@@ -105,14 +131,17 @@ class Options:
     """What is measured.
 
     Attributes:
-        models: names of models; ``None`` for all of the field, or the small one where they cannot be built.
-        peers: names of peers; ``None`` for those of :data:`PEERS`.
+        models: names of tasks; ``None`` for all of the field, or the small one where they cannot be built.
+        peers: names of peers; ``None`` for those of :data:`PEERS`, :data:`DEFAULT_FOR_HOOKS` with hooks.
+        hooks: names of hooks that each of the peers is measured with, ``"none"`` for none; ``None`` for
+            those that peers name.
         ranks: number of ranks.
         batch: samples of each rank in an iteration; ``None`` for each model's own number.
         tokens: length of a sample of text; ``None`` for each model's own.
-        optimizer: name of the optimizer.
-        iterations: iterations of each peer that count; ``None`` adapts to the budget.
-        warmup: iterations before.
+        optimizer: name of the optimizer; empty for SGD, and the model's own where it learns something.
+        iterations: iterations of each peer that count; ``None`` adapts to the budget, or is what models that
+            learn something need.
+        warmup: iterations before; ``None`` for 3, or a tenth of what models that learn something need.
         budget_s: seconds that the iterations of each model should take.
         bucket_cap_mb: size of a bucket; ``None`` for the wrappers' default.
         views: whether gradients are views of the buckets.
@@ -121,19 +150,23 @@ class Options:
         imports: modules that register further backends; imported here and on every rank.
         bind: whether each rank stays on a core of its own.
         device: type of the device that models and data are on.
+        machines: number of network namespaces that play machines, with equal shares of the ranks; 1 for none.
+        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
 
     Raises:
-        ValueError: a peer, a model or a device is not known, or there is none, or there are too few cores.
+        ValueError: a peer, a model, a hook or a device is not known, or there is none, or there are too few
+            cores, or the machines do not fit the ranks, the peers or the device.
     """
 
     models: tuple[str, ...] | None = None
     peers: tuple[str, ...] | None = None
+    hooks: tuple[str, ...] | None = None
     ranks: int = 2
     batch: int | None = None
     tokens: int | None = None
-    optimizer: str = "sgd"
+    optimizer: str = ""
     iterations: int | None = None
-    warmup: int = WARMUP
+    warmup: int | None = None
     budget_s: float = 60.0
     bucket_cap_mb: float | None = None
     views: bool = False
@@ -142,20 +175,38 @@ class Options:
     imports: tuple[str, ...] = ()
     bind: bool = False
     device: str = "cpu"
+    machines: int = 1
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for module in self.imports:
             importlib.import_module(module)
         check_device(self.device)
-        for peer in self.peers or ():
-            parsed = Peer.parse(peer)
-            if parsed.kind == "ours":
-                split_lanes(parsed.backend)
+        for peer in self.chosen_peers():
+            if peer.kind == "ours":
+                split_lanes(peer.backend)
+            if self.machines > 1 and peer.needs_mpi:
+                raise ValueError(
+                    f"{peer} is started by mpirun, which knows nothing of machines in namespaces"
+                )
         for name in self.models or ():
-            if name not in MODELS:
-                raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
+            if name not in TASKS:
+                raise ValueError(f"unknown model {name!r}; known are {', '.join(TASKS)}")
+        check_machines(self.ranks, self.machines, self.link)
+        if self.machines > 1 and self.device != "cpu":
+            raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
         if self.bind:
             cores_of_ranks(self.ranks)
+
+    def chosen_peers(self) -> list[Peer]:
+        """Returns the peers, with their hooks."""
+        names = self.peers or PEERS[self.device]
+        if self.hooks is None:
+            return [*dict.fromkeys(map(Peer.parse, names))]
+        if self.peers is None:
+            names = (DEFAULT_FOR_HOOKS[self.device],)
+        hooked = ([name] if hook == NONE else [name, hook] for name in names for hook in self.hooks)
+        return [*dict.fromkeys(Peer.parse("+".join(parts)) for parts in hooked)]
 
     def wrapper_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments that all wrappers get."""
@@ -174,21 +225,31 @@ class _Ranks:
         peer: the peer.
         processes: the ranks, which first run one iteration; blocks until they have.
         store: where they met; kept as long as they live.
+        machines: those that they are on, if any.
     """
 
-    def __init__(self, peer: Peer, processes: RankProcesses, store: TCPStore) -> None:
+    def __init__(
+        self, peer: Peer, processes: RankProcesses, store: TCPStore, machines: Machines | None = None
+    ) -> None:
         self.peer = peer
         self.processes = processes
         self.store = store
         self.ready: list[Ready] = processes.gather()
-        self.times = [Times([], [], [], []) for _ in range(processes.size)]
+        self.times = [Times() for _ in range(processes.size)]
+        self.link_bytes: float | None = None if machines is None else 0.0
+        self._machines = machines
 
     def run(self, iterations: int, *, timed: bool = True) -> None:
         """Has the ranks run so many iterations and takes their times where ``timed``."""
-        for mine, new in zip(self.times, self.processes.ask(iterations), strict=True):
-            if timed:
-                for field in Times.__slots__:
-                    getattr(mine, field).extend(getattr(new, field))
+        before = self._machines.sent_bytes(0) if self._machines else 0
+        answers: list[Times] = self.processes.ask(iterations)
+        if not timed:
+            return
+        if self._machines is not None and self.link_bytes is not None:
+            self.link_bytes += self._machines.sent_bytes(0) - before
+        for mine, new in zip(self.times, answers, strict=True):
+            for field in Times.__slots__:
+                getattr(mine, field).extend(getattr(new, field))
 
 
 def measure(options: Options, progress: Progress | None = None) -> TrainingReport:
@@ -202,39 +263,43 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
         RankFailedError: a rank failed.
         MemoryError: there is too little memory for all peers of a model that was named at once; others are
             skipped.
+        NamespacesUnavailableError: there can be no network namespaces here.
     """
     environment = {**describe_machine(), **DEVICES[options.device].describe((options.ranks,))}
     report = TrainingReport("ddp", environment, asdict(options))
     models = _models(options, report.skipped)
     peers = _usable_peers(options, report.skipped)
-    for model in models if peers else ():
-        try:
-            report.records += _measure_model(model, peers, options, progress)
-        except MemoryError as error:  # noqa: PERF203 - a model takes minutes
-            if options.models is not None:
-                raise
-            report.skipped.append(Skipped(model.name, str(error)))
+    with provided(), ExitStack() as stack:
+        machines = None
+        if options.machines > 1 and models and peers:
+            machines = stack.enter_context(Machines(options.machines, options.link))
+        for model in models if peers else ():
+            try:
+                report.records += _measure_model(model, peers, options, machines, progress)
+            except MemoryError as error:  # noqa: PERF203 - a model takes minutes
+                if options.models is not None:
+                    raise
+                report.skipped.append(Skipped(model.name, str(error)))
     return report
 
 
-def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
+def _models(options: Options, skipped: list[Skipped]) -> list[Task]:
     """Returns the models that can be built; the small one where none was named and no other can be."""
-    names = options.models or FIELD
     chosen = []
-    for name in names:
-        reason = why_unavailable(MODELS[name])
+    for name in options.models or FIELD:
+        reason = why_unavailable(TASKS[name].package)
         if reason is None:
-            chosen.append(MODELS[name])
+            chosen.append(TASKS[name])
         else:
-            skipped.append(Skipped(name, reason, install_command(MODELS[name])))
+            skipped.append(Skipped(name, reason, install_command(TASKS[name].package)))
     if options.models is None and not chosen:
-        chosen.append(MODELS["small"])
+        chosen.append(TASKS["small"])
     return chosen
 
 
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     usable = []
-    for peer in dict.fromkeys(map(Peer.parse, options.peers or PEERS[options.device])):
+    for peer in options.chosen_peers():
         backend = split_lanes(peer.backend)[0] if peer.kind == "ours" else ""
         reason = why_no_backend(backend) if backend else None
         if backend and reason is None:
@@ -247,42 +312,52 @@ def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
 
 
 def _measure_model(
-    model: Model, peers: Sequence[Peer], options: Options, progress: Progress | None
+    task: Task,
+    peers: Sequence[Peer],
+    options: Options,
+    machines: Machines | None,
+    progress: Progress | None,
 ) -> list[TrainingRecord]:
     """Measures all peers with one model; each round begins with another peer."""
     say = progress or (lambda _: None)
-    batch, length = options.batch or model.batch, options.tokens or model.length
+    learns = task.optimizer is not None
+    batch, length = options.batch or task.batch, options.tokens or task.length
+    warmup = options.warmup or (LEARNING_WARMUP if learns else WARMUP)
+    host = LOCALHOST if machines is None else machines.host
     started: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
-            say(f"{model.name}: starting {peer}")
+            say(f"{task.name}: starting {peer}")
             given = Assignment(
                 peer,
-                model.name,
+                task.name,
                 batch,
                 length,
-                options.optimizer,
+                options.optimizer or ("" if learns else "sgd"),
+                max(2, warmup - 2),
                 options.wrapper_arguments(),
                 options.imports,
                 cores_of_ranks(options.ranks) if options.bind else (),
                 options.device,
+                host,
+                () if machines is None else machines.namespaces_of(options.ranks),
             )
             memory = stack.enter_context(barrier_memory(options.ranks))
-            store = parent_store()
-            needed = ["mpi"] if peer.kind == "ours" and "mpi" in peer.backend.split(":") else []
+            store = parent_store(host)
+            needed = ["mpi"] if peer.needs_mpi else []
             arguments = (options.ranks, given, memory, store.port)
-            processes = start_ranks(needed, options.ranks, train, arguments)
-            started.append(_Ranks(peer, stack.enter_context(processes), store))
-            _check_memory(model, started, len(peers), DEVICES[options.device])
-        _run_rounds(started, model, options, say)
+            processes = stack.enter_context(start_ranks(needed, options.ranks, train, arguments))
+            started.append(_Ranks(peer, processes, store, machines))
+            _check_memory(task, started, len(peers), DEVICES[options.device])
+        _run_rounds(started, task, options, warmup, say)
         ends: list[list[End]] = [ranks.processes.ask(0) for ranks in started]
     norms = _agreed_norms(started)
     return [
-        _record(ranks, model, (batch, length), end, norms) for ranks, end in zip(started, ends, strict=True)
+        _record(ranks, task, (batch, length), end, norms) for ranks, end in zip(started, ends, strict=True)
     ]
 
 
-def _check_memory(model: Model, started: Sequence[_Ranks], wanted: int, device: Device) -> None:
+def _check_memory(task: Task, started: Sequence[_Ranks], wanted: int, device: Device) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
     ready = started[0].ready
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
@@ -290,24 +365,26 @@ def _check_memory(model: Model, started: Sequence[_Ranks], wanted: int, device: 
     available = len(ready) * device.memory_per_rank_bytes(len(ready))
     if needed > available:
         raise MemoryError(
-            f"{wanted} peers with {model.name} need {needed / 2**30:.1f} GiB more memory, but "
+            f"{wanted} peers with {task.name} need {needed / 2**30:.1f} GiB more memory, but "
             f"{available / 2**30:.1f} GiB are available; name fewer at once by --peers"
         )
 
 
-def _run_rounds(started: Sequence[_Ranks], model: Model, options: Options, say: Progress) -> None:
+def _run_rounds(started: Sequence[_Ranks], task: Task, options: Options, warmup: int, say: Progress) -> None:
     begin = time.monotonic()
     for ranks in started:
-        say(f"{model.name}: warming {ranks.peer} up")
-        ranks.run(max(1, options.warmup - 1), timed=False)  # one more was run already
-    each_s = (time.monotonic() - begin) / max(1, options.warmup - 1)
+        say(f"{task.name}: warming {ranks.peer} up")
+        ranks.run(max(1, warmup - 1), timed=False)  # one more was run already
+    each_s = (time.monotonic() - begin) / max(1, warmup - 1)
     wanted = options.iterations
+    if wanted is None and task.optimizer is not None:
+        wanted = LEARNING_STEPS - warmup
     if wanted is None:
         wanted = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
     rounds = min(ROUNDS, wanted)
     for this in range(rounds):
         first = this % len(started)
-        say(f"{model.name}: round {this + 1} of {rounds}")
+        say(f"{task.name}: round {this + 1} of {rounds}")
         for ranks in [*started[first:], *started[:first]]:
             ranks.run(wanted * (this + 1) // rounds - wanted * this // rounds)
 
@@ -321,7 +398,7 @@ def _agreed_norms(started: Sequence[_Ranks]) -> Mapping[str, float]:
 
 
 def _record(
-    ranks: _Ranks, model: Model, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
+    ranks: _Ranks, task: Task, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
 ) -> TrainingRecord:
     peer, first = ranks.peer, ranks.ready[0]
     identical = len({end.checksum for end in ends}) == 1
@@ -331,9 +408,13 @@ def _record(
         field: Timing.of([getattr(times, f"{field}_ns") for times in ranks.times])
         for field in ("iteration", "forward", "backward", "step")
     }
+    steps = len(ranks.times[0].losses)
+    last = [loss for times in ranks.times for loss in times.losses[-max(1, steps // LAST_SHARE) :]]
+    sent = [count for times in ranks.times for count in times.sent_bytes]
+    learns = task.optimizer is not None
     return TrainingRecord(
         peer=str(peer),
-        model=model.name,
+        model=task.name,
         ranks=ranks.processes.size,
         batch=shape[0],
         length=shape[1],
@@ -345,6 +426,11 @@ def _record(
         ranks_identical=identical,
         grad_norm=first.grad_norm,
         agrees=not peer.communicates or (identical and near),
+        sent_bytes=statistics.fmean(sent) if sent else None,
+        link_bytes=None if ranks.link_bytes is None else ranks.link_bytes / steps,
+        first_loss=statistics.fmean(ready.loss for ready in ranks.ready) if learns else None,
+        final_loss=statistics.fmean(last) if learns else None,
+        accuracy=ends[0].accuracy,
         **timing,
     )
 
@@ -355,13 +441,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models",
         type=parse_names,
         metavar="NAME,...",
-        help=f"of {', '.join(MODELS)} (default: {','.join(FIELD)}, or small without transformers)",
+        help=f"of {', '.join(TASKS)} (default: {','.join(FIELD)}, or small without transformers)",
     )
     parser.add_argument(
         "--peers",
         type=parse_names,
         metavar="PEER,...",
         help=f"default: {','.join(PEERS['cpu'])}; on cuda {','.join(PEERS['cuda'])}",
+    )
+    parser.add_argument(
+        "--hooks",
+        type=parse_names,
+        metavar="NAME,...",
+        help=f"measure each peer ({DEFAULT_FOR_HOOKS['cpu']} where none is named) with each of these: "
+        f"{', '.join([NONE, *HOOKS])}",
     )
     parser.add_argument(
         "--device",
@@ -377,9 +470,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=at_least(1), metavar="N", help="length of a text (default: each model's own)"
     )
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="sgd", help="which, or none (default: %(default)s)"
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="",
+        help="which, or none (default: sgd, and what models that learn something learn with)",
     )
-    add_iterations(parser, "iterations of each peer", WARMUP, str(WARMUP))
+    otherwise = f"{WARMUP}; {LEARNING_WARMUP} of models that learn something"
+    add_iterations(parser, "iterations of each peer", None, otherwise)
+    add_machines(parser)
     parser.add_argument(
         "--budget",
         type=float,
@@ -405,6 +503,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     renamed = {"ranks": "nproc", "iterations": "iters", "budget_s": "budget", "bucket_cap_mb": "bucket_cap"}
     options = options_from(Options, arguments, **renamed)
-    with failing_as_command(RankFailedError, MemoryError):
+    with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
         report = measure(options, show_progress)
     return conclude(report, report_lines(report), lambda record: record.agrees, arguments)

@@ -351,7 +351,7 @@ def _backends(arguments: argparse.Namespace, launched: int | None, skipped: list
 def _has_model(name: str, skipped: list[Skipped]) -> bool:
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
-    reason = why_unavailable(MODELS[name])
+    reason = why_unavailable(MODELS[name].package)
     if reason is not None:
-        skipped.append(Skipped(name, reason, f"{EXTRA}, or {install_command(MODELS[name])}"))
+        skipped.append(Skipped(name, reason, f"{EXTRA}, or {install_command(MODELS[name].package)}"))
     return reason is None

@@ -1,7 +1,7 @@
-"""Data parallel training, timed: with wrappers side by side, and with communication hooks one by one.
+"""Data parallel training, timed: wrappers and communication hooks side by side.
 
-Inside: models and tasks, peers, what every rank runs, records and tables. Not here: the programs
-(:mod:`collectives.bench.ddp`, :mod:`collectives.bench.hooks`).
+Inside: models and tasks, peers, hooks, what every rank runs, records and tables. Not here: the program
+(:mod:`collectives.bench.ddp`).
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["BASELINE", "HOOKS", "KINDS", "Peer"]
+from collectives.bench.training.hooks import HOOKS, NOOP, TORCH_HOOKS
+
+__all__ = ["BASELINE", "KINDS", "Peer"]
 
 KINDS = ("ours", "torch", "alone")
 """Whose wrapper: this package's, torch's, none at all."""
-
-HOOKS = ("noop", "fp16", "bf16")
-"""Communication hooks; ``noop`` communicates nothing."""
 
 UNUSED = "unused"
 """The option for ``find_unused_parameters=True``."""
@@ -23,7 +22,7 @@ class Peer:
     Attributes:
         kind: one of :data:`KINDS`.
         backend: name of the backend; empty of ``alone``.
-        hook: one of :data:`HOOKS`; empty for none.
+        hook: name of a communication hook; empty for none.
         find_unused: whether this peer looks for unused parameters, whatever the others do.
     """
 
@@ -45,16 +44,17 @@ class Peer:
             raise ValueError(
                 f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +OPTION if wanted"
             )
-        unknown = [option for option in options if option not in (*HOOKS, UNUSED)]
-        if unknown or (options and kind == "alone"):
+        hooks = {"ours": HOOKS, "torch": TORCH_HOOKS}.get(kind, {})
+        known = [*hooks, UNUSED] if hooks else []
+        if any(option not in known for option in options):
             raise ValueError(
-                f"peer {name!r} has no known hook or option; known are +{', +'.join((*HOOKS, UNUSED))}, and "
-                "none for alone"
+                f"peer {name!r} has no known hook or option; {kind} knows "
+                f"{', '.join(f'+{option}' for option in known) or 'none'}"
             )
-        hooks = [option for option in options if option != UNUSED]
-        if len(hooks) > 1 or len(set(options)) < len(options):
+        named = [option for option in options if option != UNUSED]
+        if len(named) > 1 or len(set(options)) < len(options):
             raise ValueError(f"peer {name!r} has an option twice, or two hooks; a wrapper takes one")
-        return cls(kind, backend, "".join(hooks), UNUSED in options)
+        return cls(kind, backend, "".join(named), UNUSED in options)
 
     def __str__(self) -> str:
         head = f"{self.kind}:{self.backend}" if self.backend else self.kind
@@ -63,17 +63,22 @@ class Peer:
     @property
     def communicates(self) -> bool:
         """Whether the ranks' gradients are averaged."""
-        return self.kind != "alone" and self.hook != "noop"
+        return self.kind != "alone" and self.hook != NOOP
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether ``mpirun`` must start its ranks."""
+        return self.kind == "ours" and "mpi" in self.backend.split(":")
 
     # ---- whom it is compared with ------------------------------------------------------------------------
 
     def without_communication(self) -> Peer:
         """Returns the peer that does the same with a hook that does nothing."""
-        return replace(self, hook="noop")
+        return replace(self, hook=NOOP)
 
     def plain(self) -> Peer:
-        """Returns the peer that does the same without looking for unused parameters."""
-        return replace(self, find_unused=False)
+        """Returns the peer that does the same without hook and options."""
+        return replace(self, hook="", find_unused=False)
 
     def base(self) -> Peer:
         """Returns the peer among torch's over Gloo that does the same."""

@@ -9,6 +9,7 @@ from typing import Any
 from collectives.bench.core.records import BaseReport, Chart, Timing, curve_of
 from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
 from collectives.bench.training.ddp_peers import BASELINE, Peer
+from collectives.bench.training.hooks import NOOP
 
 __all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
 
@@ -38,6 +39,13 @@ class TrainingRecord:
         grad_norm: norm of all gradients after the first iteration on rank 0; the same, but for rounding, for
             all peers that communicate the same.
         agrees: whether results are as they must be: see :attr:`ranks_identical` and :attr:`grad_norm`.
+        sent_bytes: what a rank sends in an iteration, counted from what its group does as the best algorithms
+            do it; ``None`` where the group does not count.
+        link_bytes: what a machine's interface sends in one, headers included; ``None`` without machines.
+        first_loss: mean over the ranks in the first step; ``None`` where the model learns nothing.
+        final_loss: mean over the ranks in the last tenth of the steps, likewise.
+        accuracy: part of the held-out samples that the model reads right in the end; ``None`` where there are
+            none.
     """
 
     peer: str
@@ -57,6 +65,11 @@ class TrainingRecord:
     ranks_identical: bool
     grad_norm: float
     agrees: bool
+    sent_bytes: float | None = None
+    link_bytes: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    accuracy: float | None = None
 
 
 class TrainingReport(BaseReport[TrainingRecord]):
@@ -73,7 +86,7 @@ class TrainingReport(BaseReport[TrainingRecord]):
 
         ``time_over_noop``: its iteration over that of the same peer with a no-op hook, else of another one of
         the same wrapper with that hook, which uses no backend.
-        ``time_over_plain``: over that of the same peer that does not look for unused parameters.
+        ``time_over_plain``: over that of the same peer without hook and options.
         ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook and options.
         ``memory_over_torch``: its peak of memory over the peak there.
         """
@@ -137,6 +150,11 @@ _COLUMNS: tuple[Column, ...] = (
     ("right", "", 7),
 )
 
+_LEARNED: tuple[Column, ...] = (
+    ("sent", "(MB)", 11), ("link", "(MB)", 11), ("loss", "(first)", 10), ("loss", "(last)", 10),
+    ("accuracy", "", 10),
+)  # fmt: skip
+
 
 def report_lines(report: TrainingReport) -> Iterator[str]:
     """Yields a table for each model, then what was skipped."""
@@ -144,10 +162,15 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
         yield ""
         chosen = [record for record in report.records if (record.model, record.ranks) == (model, ranks)]
         yield from _table(report, chosen)
+        if any(
+            record.final_loss is not None or Peer.parse(record.peer).hook not in {"", NOOP}
+            for record in chosen
+        ):
+            yield from table_lines(_columns(chosen, _LEARNED), map(_learned, chosen))
     if report.records:
         yield ""
         yield "# /no-op: iteration over the same wrapper's with a no-op hook (what communication costs)."
-        yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
+        yield "# /plain: over that of the same peer without hook and options (what these cost, or save)."
         yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
         yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
     if report.skipped:
@@ -162,9 +185,23 @@ def _table(report: TrainingReport, records: Sequence[TrainingRecord]) -> Iterato
         f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(first.ranks)}, "
         f"{first.iteration.calls} iterations; slowest rank, medians"
     )
+    rows = ([record.peer, *_cells(report, record)] for record in records)
+    yield from table_lines(_columns(records, _COLUMNS), rows)
+
+
+def _columns(records: Sequence[TrainingRecord], others: Sequence[Column]) -> list[Column]:
     longest = max(len("peer"), *(len(record.peer) for record in records))
-    columns = [("peer", "", -longest - 1), *_COLUMNS]
-    yield from table_lines(columns, ([record.peer, *_cells(report, record)] for record in records))
+    return [("peer", "", -longest - 1), *others]
+
+
+def _learned(record: TrainingRecord) -> list[str]:
+    in_mb = (None if value is None else value / 1e6 for value in (record.sent_bytes, record.link_bytes))
+    return [
+        record.peer,
+        *(or_dash(value, ".3f") for value in in_mb),
+        *(or_dash(value, ".4f") for value in (record.first_loss, record.final_loss)),
+        or_dash(record.accuracy, ".3f"),
+    ]
 
 
 def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 import collectives
+from collectives.bench.comparison.operations import OPERATIONS as MEASURED
+from collectives.bench.comparison.operations import bus_factor
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.devices import DEVICES, Device
-from collectives.bench.core.groups import initialize, initialize_torch
+from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
 from collectives.bench.core.machine import bind_to_core
+from collectives.bench.core.namespaces import enter_as_rank
 from collectives.bench.training.ddp_peers import Peer
-from collectives.bench.training.models import MODELS, checksum, loss_of
+from collectives.bench.training.hooks import register
+from collectives.bench.training.models import checksum
+from collectives.bench.training.tasks import TASKS, Data
+from collectives.core.operations import OPERATIONS
+from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.hooks import debugging_hooks, default_hooks
+from collectives.ddp.default_group import resolve_group
 from collectives.ranks.processes import commands
 
 __all__ = [
@@ -40,31 +48,41 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
 }
 
 
+_COLLECTIVE = {operation.name: operation.collective for operation in OPERATIONS}
+"""The collective of each operation, of lists or of one tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What a rank trains.
 
     Attributes:
         peer: the peer.
-        model: name of the model.
+        task: name of the model.
         batch: samples of each rank in an iteration.
         length: of a sample: width and height of an image, tokens of a text.
-        optimizer: name of the optimizer.
+        optimizer: name of the optimizer; empty for the model's own.
+        exact: first steps that a hook with a state averages exactly.
         arguments: keyword arguments of the wrapper, but for what the peer says itself.
         imports: modules to import first, which register further backends.
         cores: on which each rank stays with all its threads; empty where the kernel chooses.
         device: type of the device that model and data are on.
+        host: where the parent's store listens.
+        namespaces: the network namespace of each rank, where some play machines.
     """
 
     peer: Peer
-    model: str
+    task: str
     batch: int
     length: int
     optimizer: str
+    exact: int
     arguments: Mapping[str, Any]
     imports: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     device: str = "cpu"
+    host: str = LOCALHOST
+    namespaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +94,33 @@ class Ready:
         parameter_tensors: number of tensors they lie in.
         grad_norm: norm of all gradients.
         start_memory_bytes: memory of the device that the rank held before the model was built.
+        loss: of this rank.
     """
 
     parameters: int
     parameter_tensors: int
     grad_norm: float
     start_memory_bytes: int
+    loss: float
 
 
 @dataclass(slots=True)
 class Times:
-    """A rank's answer to a number of iterations: nanoseconds of each, whole and by phase."""
+    """A rank's answer to a number of iterations.
 
-    iteration_ns: list[int]
-    forward_ns: list[int]
-    backward_ns: list[int]
-    step_ns: list[int]
+    Attributes:
+        iteration_ns: nanoseconds of each, whole, and by phase.
+        losses: of this rank in each.
+        sent_bytes: the least that a rank sends in each for what its group did, on the average of all ranks;
+            empty of a group that does not count it.
+    """
+
+    iteration_ns: list[int] = field(default_factory=list)
+    forward_ns: list[int] = field(default_factory=list)
+    backward_ns: list[int] = field(default_factory=list)
+    step_ns: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,48 +130,54 @@ class End:
     Attributes:
         checksum: of all parameters, bit for bit.
         peak_memory_bytes: most memory of the device that the rank held at any time.
+        accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
     """
 
     checksum: int
     peak_memory_bytes: int
+    accuracy: float | None = None
 
 
 class Trainer:
-    """Trains one peer on one rank, on one batch of random data.
+    """Trains one peer on one rank.
 
     Args:
         model: the model.
         parallel: the same, wrapped or not.
-        inputs: keyword arguments of forward.
-        optimizer: name of the optimizer.
+        data: what it is trained on.
+        optimizer: its optimizer; ``None`` for none.
         barrier: lets all ranks go at the same time.
-        device: where model and inputs are.
+        device: where model and data are.
+        sent: returns the bytes sent so far; ``None`` where they are not counted.
     """
 
     def __init__(
         self,
         model: nn.Module,
         parallel: nn.Module,
-        inputs: dict[str, torch.Tensor],
-        optimizer: str,
+        data: Data,
+        optimizer: torch.optim.Optimizer | None,
         barrier: Callable[[], None],
         device: Device,
+        sent: Callable[[], float] | None,
     ) -> None:
         self.model = model
         self._parallel = parallel
-        self._inputs = inputs
+        self._losses = data.losses
         self._barrier = device.starting(barrier)
         self._device = device
-        make = OPTIMIZERS[optimizer]
-        self._optimizer = None if make is None else make(model.parameters())
+        self._optimizer = optimizer
+        self._sent = sent
 
     def iterate(self, times: Times) -> None:
         """Runs an iteration; called by all ranks, which begin together."""
+        compute = next(self._losses)
+        before = self._sent() if self._sent else 0.0
         self._barrier()
         mark, between_ns = self._device.mark, self._device.between_ns
         begin = mark()
         self.model.zero_grad()
-        loss = loss_of(self._parallel(**self._inputs))
+        loss = compute(self._parallel)
         forward = mark()
         loss.backward()  # type: ignore[no-untyped-call]
         backward = mark()
@@ -153,10 +188,13 @@ class Trainer:
         times.forward_ns.append(between_ns(begin, forward))
         times.backward_ns.append(between_ns(forward, backward))
         times.step_ns.append(between_ns(backward, end))
+        times.losses.append(loss.item())
+        if self._sent:
+            times.sent_bytes.append(self._sent() - before)
 
     def run(self, iterations: int) -> Times:
         """Runs some iterations without garbage collection within; returns their times."""
-        times = Times([], [], [], [])
+        times = Times()
         gc.collect()
         gc.disable()
         try:
@@ -190,33 +228,34 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, memor
         port: of the parent's store.
     """
     torch.set_num_threads(1)
+    enter_as_rank(given.namespaces, rank)
     if given.cores:
         bind_to_core(given.cores[rank])
     for module in given.imports:
         importlib.import_module(module)
-    spec = MODELS[given.model]
-    if spec.package:
-        importlib.import_module(spec.package)
+    task = TASKS[given.task]
     device = DEVICES[given.device]
     device.take(rank, size)
-    start_bytes = device.held_bytes()
     torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
-    model = spec.build().to(device.kind)
-    made = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
-    inputs = {name: tensor.to(device.kind) for name, tensor in made.items()}
-    wrap, leave = _join(given, rank, size, port)
+    data = task.data(given.batch, given.length, rank, size, device.kind)
+    start_bytes = device.held_bytes()
+    model = task.build().to(device.kind)
+    make = OPTIMIZERS[given.optimizer] if given.optimizer else task.optimizer
+    optimizer = None if make is None else make(model.parameters())
+    wrap, sent, leave = _join(given, rank, size, port)
     barrier = SpinBarrier(memory, rank, size)
-    trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier, device)
+    trainer = Trainer(model, wrap(model), data, optimizer, barrier, device, sent)
     torch.manual_seed(200 + rank)  # the same dropout for all peers
-    trainer.run(1)
+    first = trainer.run(1)
     tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
     number = sum(tensor.numel() for tensor in tensors)
-    connection.send(Ready(number, len(tensors), trainer.grad_norm(), start_bytes))
+    connection.send(Ready(number, len(tensors), trainer.grad_norm(), start_bytes, first.losses[0]))
     for iterations in commands(connection):
         if iterations:
             connection.send(trainer.run(iterations))
         else:
-            connection.send(End(checksum(model), device.most_held_bytes()))
+            accuracy = None if data.accuracy is None else data.accuracy(model)
+            connection.send(End(checksum(model), device.most_held_bytes(), accuracy))
     barrier.close()
     del trainer
     leave()
@@ -224,41 +263,39 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, memor
 
 def _join(
     given: Assignment, rank: int, size: int, port: int
-) -> tuple[Callable[[nn.Module], nn.Module], Callable[[], None]]:
-    """Makes the peer's group; returns the function that wraps a model, and the one that leaves the group."""
+) -> tuple[Callable[[nn.Module], nn.Module], Callable[[], float] | None, Callable[[], None]]:
+    """Makes the peer's group.
+
+    Returns:
+        The function that wraps a model, the one that returns the bytes that a rank had to send so far, where
+        the group counts, and the one that leaves the group.
+    """
     peer = given.peer
     arguments = dict(given.arguments)
     if peer.find_unused:
         arguments["find_unused_parameters"] = True
     if peer.kind == "alone":
-        return (lambda model: model), (lambda: None)
-    if peer.kind == "ours":
-        initialize(rank, size, port, peer.backend)
+        return (lambda model: model), None, (lambda: None)
+    ours = peer.kind == "ours"
+    (initialize if ours else initialize_torch)(rank, size, port, peer.backend, given.host)
+    group = resolve_group(None) if ours else None
 
-        def wrap_ours(model: nn.Module) -> nn.Module:
-            parallel = DistributedDataParallel(model, **arguments)
-            if peer.hook:
-                parallel.register_comm_hook(None, _hook(peer.hook, default_hooks, debugging_hooks))
-            return parallel
-
-        return wrap_ours, collectives.destroy_process_group
-
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
-
-    initialize_torch(rank, size, port, peer.backend)
-
-    def wrap_torch(model: nn.Module) -> nn.Module:
-        parallel = nn.parallel.DistributedDataParallel(model, **arguments)
-        if peer.hook:
-            parallel.register_comm_hook(None, _hook(peer.hook, torch_default, torch_debugging))
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapper = DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
+        parallel: nn.Module = wrapper(model, **arguments)
+        register(parallel, peer.kind, peer.hook, group, given.exact)
         return parallel
 
-    return wrap_torch, dist.destroy_process_group
+    if group is None:
+        return wrap, None, torch_dist.destroy_process_group
+    return wrap, lambda: _least_sent(group), collectives.destroy_process_group
 
 
-def _hook(name: str, default: Any, debugging: Any) -> Callable[..., Any]:
-    hook: Callable[..., Any]
-    hook = debugging.noop_hook if name == "noop" else getattr(default, f"{name}_compress_hook")
-    return hook
+def _least_sent(group: ProcessGroup) -> float:
+    """Returns the bytes that a rank had to send so far, on the average of all ranks."""
+    sent = 0.0
+    for name, total in group.stats().items():
+        collective = _COLLECTIVE.get(name, name)
+        if collective in MEASURED:
+            sent += total["bytes"] * (bus_factor(collective, group.size()) or 0.0)
+    return sent

@@ -22,6 +22,9 @@ __all__ = ["MODELS", "Model", "checksum", "install_command", "loss_of", "residua
 
 PACKAGE = "transformers"
 
+_MODULES = {"scikit-learn": "sklearn"}
+"""What packages are imported as, where they have another name."""
+
 VOCABULARY = 30522
 """Words of BERT; GPT-2 has more."""
 
@@ -51,23 +54,23 @@ class Model:
     package: str = ""
 
 
-def why_unavailable(model: Model) -> str | None:
-    """Returns why a model cannot be built here, ``None`` where it can."""
-    if model.package and importlib.util.find_spec(model.package) is None:
-        return f"needs {model.package}, not installed"
+def why_unavailable(package: str) -> str | None:
+    """Returns why a model cannot be built that needs a package; ``None`` where it can, or needs none."""
+    if package and importlib.util.find_spec(_MODULES.get(package, package)) is None:
+        return f"needs {package}, not installed"
     return None
 
 
-def install_command(model: Model) -> str:
-    """Returns the command that adds what a model needs; empty where it needs nothing."""
-    if not model.package:
+def install_command(package: str) -> str:
+    """Returns the command that adds a package that a model needs; empty for none."""
+    if not package:
         return ""
     wanted = [
         requirement.partition(";")[0].strip()
         for requirement in importlib.metadata.requires("torch-collectives") or []
-        if requirement.startswith(model.package)
+        if requirement.startswith(package)
     ]
-    return f"python -m pip install '{(wanted or [model.package])[0]}'"
+    return f"python -m pip install '{(wanted or [package])[0]}'"
 
 
 def loss_of(output: Any) -> torch.Tensor:

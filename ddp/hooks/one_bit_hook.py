@@ -28,7 +28,7 @@ class OneBitState(EncodedState):
         start_iter: number of iterations that average exactly before.
         block: elements of one parameter that share their two values, a multiple of 8; 8 bytes are sent with
             each block. Every element of a block becomes as large as the others of its sign, so that large
-            blocks hold training up: of the digits of ``collectives bench hooks``, 300 steps teach 0.97 with
+            blocks hold training up: of the digits of ``collectives bench ddp``, 300 steps teach 0.97 with
             blocks of 256 and 0.75 with blocks of 1024.
         use_error_feedback: whether what was left out is added to the next gradient; training seldom
             converges without.

@@ -291,7 +291,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     As :func:`powerSGD_hook`, with the flat gradients of the whole bucket, padded with zeros, as the only
     matrix M: fewer operations, but rows and columns without a meaning, so that the result is worse: most of a
     gradient waits in the error for many steps, and a learning rate that suits the other hook may be too much.
-    Of the digits of ``collectives bench hooks``, 300 steps with momentum teach (share read right; torch's own
+    Of the digits of ``collectives bench ddp``, 300 steps with momentum teach (share read right; torch's own
     hooks on the same data in brackets):
 
     =====================  =============  =============

@@ -10,7 +10,6 @@ from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Timing, write_json
 from collectives.bench.store import StoreRecord, StoreReport
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
-from collectives.bench.training.hook_report import HookRecord, HookReport
 from collectives.cli import main
 
 
@@ -30,10 +29,6 @@ def training_record(us):
     return TrainingRecord(
         "ours:host", "small", 2, 8, 16, 100, 4, *times, 1 << 20, 1 << 19, True, True, 1.0, True
     )
-
-
-def hook_record(us):
-    return HookRecord("digits", "fp16", "host", 2, 100, 50, timing(us), 10.0, None, 2.0, 1.0, None, True)
 
 
 def store_record(calls_per_s):
@@ -108,13 +103,6 @@ def test_all_shows_what_did_not_change(tmp_path, capsys):
             ["small ours:host 2 8 16 backward 250.00 500.00 2.00 slower"],
         ),
         (
-            HookReport,
-            "hooks",
-            hook_record(1000.0),
-            hook_record(2000.0),
-            ["digits fp16 host 2 iteration 1000.00 2000.00 2.00 slower"],
-        ),
-        (
             StoreReport,
             "store",
             store_record(10e3),
@@ -141,19 +129,19 @@ def test_reports_of_two_kinds_and_of_none_are_refused_by_name(tmp_path, capsys):
     files = {}
     for program, report in (
         ("ddp", TrainingReport("ddp", {}, {}, [training_record(1.0)])),
-        ("hooks", HookReport("hooks", {}, {}, [hook_record(1.0)])),
+        ("store", StoreReport("store", {}, {}, [store_record(1.0)])),
         ("wire", Report("wire", {}, {}, [])),
     ):
         files[program] = str(tmp_path / f"{program}.json")
         write_json(tmp_path / f"{program}.json", report.as_json())
     for old, new, message in (
-        ("ddp", "hooks", "ddp.json holds a report of 'ddp', but"),
-        ("hooks", "ddp", "ddp.json one of 'ddp'"),
+        ("ddp", "store", "ddp.json holds a report of 'ddp', but"),
+        ("store", "ddp", "ddp.json one of 'ddp'"),
         ("wire", "ddp", "wire.json holds a report of 'wire', but only those of allreduce"),
     ):
         assert main(["bench", "compare", files[old], files[new]]) == 1
         assert message in capsys.readouterr().err
-    assert main(["bench", "compare", files["hooks"], files["hooks"], "--kinds", "cold"]) == 1
+    assert main(["bench", "compare", files["ddp"], files["ddp"], "--kinds", "cold"]) == 1
     assert "unknown times cold; known are iteration" in capsys.readouterr().err
 
 
@@ -166,7 +154,7 @@ def test_what_cannot_be_compared(tmp_path, capsys):
     assert "No such file" in refused(file, file)
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "records": [3]}'):
         file.write_text(text)
-        assert "file.json holds no report of allreduce, collectives, demo, ddp, hooks or store" in refused(
+        assert "file.json holds no report of allreduce, collectives, demo, ddp or store" in refused(
             file, file
         )
     compare(tmp_path, capsys, OLD, [record("host", 64, 1.0)])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import ddp
 from collectives.bench.core import devices
@@ -13,7 +14,8 @@ from collectives.bench.core.records import Timing
 from collectives.bench.training import models
 from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
-from collectives.bench.training.models import MODELS, loss_of
+from collectives.bench.training.models import loss_of
+from collectives.bench.training.tasks import TASKS
 from collectives.cli import main
 from collectives.registry.backends import why_unavailable
 
@@ -83,7 +85,53 @@ def test_the_cost_of_looking_for_unused_parameters(tmp_path):
     assert unused["ratios"]["time_over_plain"] == (
         unused["iteration"]["median_us"] / plain["iteration"]["median_us"]
     )
-    assert plain["ratios"]["time_over_plain"] is noop["ratios"]["time_over_plain"] is None
+    assert (
+        noop["ratios"]["time_over_plain"] == noop["iteration"]["median_us"] / plain["iteration"]["median_us"]
+    )
+    assert plain["ratios"]["time_over_plain"] is None
+
+
+@pytest.mark.full
+def test_hooks_send_less_and_models_learn(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    names = "none,noop,fp16,int8-block,powersgd-1"
+    words = ["--models", "digits", "--hooks", names, "--iters", "8", "--warmup", "4", "--json", str(path)]
+    assert main(["bench", "ddp", *words]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ours:host")]
+    assert len(rows) == 2 * 5
+    records = {record["peer"]: record for record in json.loads(path.read_text())["records"]}
+    assert list(records) == [
+        "ours:host",
+        *(f"ours:host+{name}" for name in ("noop", "fp16", "int8-block", "powersgd-1")),
+    ]
+    plain, noop, fp16 = [*records.values()][:3]
+    size = 4 * plain["parameters"]
+    tail = 160  # bytes of the signals at the end of a pass
+    for record, least, most in zip(
+        records.values(), (1, 0, 0.5, 0.25, 0.01), (1, 0, 0.5, 0.26, 0.05), strict=True
+    ):
+        assert least * size <= record["sent_bytes"] <= most * size + tail * (most > 0), record["peer"]
+        assert record["link_bytes"] is None
+    assert plain["iteration"]["calls"] == 8
+    assert plain["final_loss"] < plain["first_loss"]
+    assert fp16["final_loss"] == pytest.approx(plain["final_loss"], rel=0.02)
+    assert len({record["first_loss"] for record in records.values()}) == 1
+    assert all(0 < record["accuracy"] <= 1 for record in records.values())
+    assert not noop["ranks_identical"]  # so that the check can fail
+    assert (
+        fp16["ratios"]["time_over_plain"] == fp16["iteration"]["median_us"] / plain["iteration"]["median_us"]
+    )
+
+
+@pytest.mark.full
+def test_machines_count_what_the_link_carries(make_machines):  # noqa: F811
+    make_machines(1)  # skips where there can be none
+    options = ddp.Options(
+        ("digits",), hooks=("none", "powersgd-1"), iterations=3, warmup=3, machines=2, link="1gbit"
+    )
+    plain, compressed = ddp.measure(options).records
+    assert plain.link_bytes > plain.sent_bytes
+    assert compressed.link_bytes < plain.link_bytes
 
 
 def record(peer, milliseconds, **changes):
@@ -106,6 +154,7 @@ def test_ratios_compare_like_with_like():
     assert report.ratios(report.records[0]) == {
         "time_over_noop": 1.1, "time_over_plain": None, "time_over_torch": 0.5, "memory_over_torch": 1.0,
     }  # fmt: skip
+    assert report.ratios(report.records[1])["time_over_plain"] == 100 / 110
     assert report.ratios(report.records[1])["time_over_torch"] == 2.0
     assert set(report.ratios(report.records[4]).values()) == {None}
     report.records += [
@@ -172,15 +221,16 @@ def test_peers_that_disagree_are_told():
     for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
         peer = object.__new__(ddp._Ranks)
         peer.peer = Peer.parse(name)
-        peer.ready = [ddp.Ready(10, 2, norm, 0)] * 2
-        peer.times = [ddp.Times([5], [5], [5], [5])] * 2
+        peer.ready = [ddp.Ready(10, 2, norm, 0, 1.0)] * 2
+        peer.times = [ddp.Times([5], [5], [5], [5], [1.0])] * 2
+        peer.link_bytes = None
         peer.processes = type("Processes", (), {"size": 2})
         peers.append(peer)
     norms = ddp._agreed_norms(peers)
     same, other = [ddp.End(1, 2**20)] * 2, [ddp.End(1, 2**20), ddp.End(2, 2**20)]
-    made = [ddp._record(peer, MODELS["small"], (1, 64), same, norms) for peer in peers]
+    made = [ddp._record(peer, TASKS["small"], (1, 64), same, norms) for peer in peers]
     assert [one.agrees for one in made] == [True, True, False]
-    assert not ddp._record(peers[0], MODELS["small"], (1, 64), other, norms).agrees
+    assert not ddp._record(peers[0], TASKS["small"], (1, 64), other, norms).agrees
 
 
 def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
@@ -194,6 +244,12 @@ def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
     assert [(one.peer, one.reason) for one in skipped] == [
         ("ours:round_robin:3", "serves tensors on cpu, and this measures tensors on cuda")
     ]
+    assert [*map(str, ddp.Options(device="cuda", hooks=("none", "fp16")).chosen_peers())] == [
+        "ours:nccl",
+        "ours:nccl+fp16",
+    ]
+    with pytest.raises(ValueError, match="machines are played for tensors on the CPU"):
+        ddp.Options(device="cuda", peers=("ours:nccl",), machines=2)
 
 
 def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
@@ -224,7 +280,13 @@ def test_a_model_that_nobody_named_is_skipped_where_memory_is_too_little(monkeyp
     [
         (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
         (["--peers", "alone:host"], "must be alone"),
-        (["--peers", "ours:host+zip"], "has no known hook or option; known are +noop, +fp16"),
+        (["--peers", "ours:host+zip"], "has no known hook or option; ours knows +noop, +allreduce"),
+        (["--peers", "torch:gloo+one-bit"], "has no known hook or option; torch knows +noop"),
+        (["--peers", "alone+noop"], "has no known hook or option; alone knows none"),
+        (["--hooks", "zip"], "peer 'ours:host+zip' has no known hook"),
+        (["--machines", "3"], "2 ranks cannot be shared equally among 3 machines"),
+        (["--machines", "2"], "ours:mpi is started by mpirun"),
+        (["--link", "1gbit", "--peers", "alone"], "a link joins machines"),
         (["--peers", "ours:host+noop+fp16"], "has an option twice, or two hooks"),
         (["--peers", "ours:hots"], "unknown backend 'hots'"),
         (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
@@ -235,11 +297,17 @@ def test_arguments_that_do_not_fit(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_there_is_nothing_to_measure_on_it(capsys):
+    assert main(["bench", "ddp", "--device", "cuda"]) == 1
+    assert "tensors on cuda cannot be measured here" in capsys.readouterr().err
+
+
 def test_names_of_peers():
     peer = Peer.parse("torch:gloo+unused+fp16")
     assert peer == Peer("torch", "gloo", "fp16", find_unused=True)
     assert str(peer) == "torch:gloo+fp16+unused"
-    assert str(peer.plain()) == "torch:gloo+fp16"
+    assert str(peer.plain()) == "torch:gloo"
     assert str(Peer("ours", "host", "noop", find_unused=True).base()) == "torch:gloo+noop+unused"
     assert str(Peer.parse("alone")) == "alone"
     assert not Peer.parse("alone").communicates

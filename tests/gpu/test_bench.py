@@ -55,15 +55,16 @@ def test_both_peers_at_two_sizes(
 
 def test_hooks(tmp_path: Any, capsys: Any) -> None:
     path = tmp_path / "out.json"
-    words = ["--tasks", "small", "--hooks", "none,fp16,powersgd-1", "--steps", "8"]
-    status = main(["bench", "hooks", "--device", "cuda", *words, "--json", str(path)])
+    words = ["--models", "small", "--hooks", "none,fp16,powersgd-1", "--iters", "4", "--warmup", "4"]
+    status = main(["bench", "ddp", "--device", "cuda", *words, "--json", str(path)])
     assert status == 0, capsys.readouterr().out
     report = json.loads(path.read_text())
     assert report["skipped"] == []
-    assert [record["hook"] for record in report["records"]] == ["none", "fp16", "powersgd-1"]
+    peers = [f"ours:nccl{hook}" for hook in ("", "+fp16", "+powersgd-1")]
+    assert [record["peer"] for record in report["records"]] == peers
     for record in report["records"]:
-        assert record["backend"] == "nccl"
         assert record["ranks_identical"]
+        assert record["sent_bytes"] > 0
         assert record["iteration"]["min_us"] > 0
     assert report["environment"]["gpus"][0] == torch.cuda.get_device_name(0)
 

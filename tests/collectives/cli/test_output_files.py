@@ -12,7 +12,7 @@ COMMANDS = [
         for name in ("allreduce", "collectives")
         for option in ("--json", "--html", "--plot")
     ),
-    *(["bench", name, option] for name in ("ddp", "hooks", "store") for option in ("--json", "--html")),
+    *(["bench", name, option] for name in ("ddp", "store") for option in ("--json", "--html")),
     *(["bench", "paper", "fig6", option] for option in ("--json", "--html", "--plot")),
     *(["accept", "--rehearse", option] for option in ("--json", "--html", "--markdown")),
     ["conformance", "--backend", "gloo", "--json"],
