@@ -1,4 +1,4 @@
-"""Random operations and faults for as long as asked; see docs/internals/soak.md.
+"""Random operations and faults for as long as asked; see docs/internals/contributing.md.
 
 ::
 
