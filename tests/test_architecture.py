@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from sources import IMPORTED_FROM, ROOT, modules
 
-_BASE = {"dynamo", "errors", "forks", "logs", "secret", "time_limits", "_native"}
+_BASE = {"dynamo", "errors", "forks", "logs", "secret", "threads", "time_limits", "_native"}
 _CONTRACTS = _BASE | {"store", "core", "registry"}
 
 MAY_USE = {
@@ -26,6 +26,7 @@ MAY_USE = {
     "forks": set(),
     "logs": set(),
     "secret": set(),
+    "threads": {"errors"},
     "time_limits": set(),
     "store": _BASE | {"store"},
     "core": _BASE | {"store", "core"},

@@ -9,6 +9,9 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
+from collectives.errors import DistBackendError
+from collectives.threads import start_thread
+
 __all__ = ["BoundedCalls"]
 
 _T = TypeVar("_T")
@@ -59,9 +62,9 @@ class BoundedCalls:
                 made.set_exception(error)
 
         try:
-            threading.Thread(target=call, name=self._name, daemon=True).start()
-        except RuntimeError as error:  # at the interpreter's end no thread begins
-            raise TimeoutError(f"no thread for {self._name} begins any more") from error
+            start_thread(call, self._name)
+        except DistBackendError as error:  # at the interpreter's end no thread begins
+            raise TimeoutError(str(error)) from error
         self._latest = made
         end = time.monotonic() + seconds
         pause = seconds if look is None else min(_LOOK_SECONDS, seconds)

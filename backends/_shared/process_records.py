@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import Departure
-from collectives.errors import DistError, DistStoreError, PeerLostError
+from collectives.errors import DistBackendError, DistError, DistStoreError, PeerLostError
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
 from collectives.store.records import demand, fetch, publish, read
+from collectives.threads import start_thread
 
 __all__ = ["Liveness"]
 
@@ -69,10 +69,9 @@ class Liveness:
                 publish(self._store, key, record)
                 self._store.set(_ANY_DEPARTURE, "1")
 
-        thread = threading.Thread(target=tell, name="exit reason", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # at the interpreter's end no thread begins
+            thread = start_thread(tell, "exit reason")
+        except DistBackendError:  # at the interpreter's end no thread begins
             tell()
         else:
             thread.join(_PUBLISH_SECONDS)

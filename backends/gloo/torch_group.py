@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
 from collectives.backends.gloo.failures import TIMED_OUT
 from collectives.backends.gloo.options import connects_on_demand
+from collectives.errors import DistBackendError
+from collectives.threads import start_thread
 
 __all__ = ["TorchGroup", "all_gather_single", "all_to_all_single", "break_connections"]
 
@@ -46,8 +49,8 @@ class TorchGroup:
         if held[0] is None or not isinstance(threading.current_thread(), threading._DummyThread):
             held.clear()
             return
-        with contextlib.suppress(RuntimeError):  # at the interpreter's end no thread begins
-            threading.Thread(target=held.clear, name="gloo end", daemon=True).start()
+        with contextlib.suppress(DistBackendError):  # at the interpreter's end no thread begins
+            start_thread(held.clear, "gloo end")
             return
         _never_ended.append(held)
 
@@ -86,6 +89,7 @@ def break_connections(group: Any, rank: int, size: int, contexts: int) -> None:
 
 def _connect_and_close(group: Any, peers: Sequence[int], tag: int) -> None:
     connected: list[int] = []
+    threads: list[threading.Thread] = []
     late = threading.Event()
 
     def connect(peer: int) -> None:
@@ -95,9 +99,8 @@ def _connect_and_close(group: Any, peers: Sequence[int], tag: int) -> None:
             if late.is_set():
                 _close(group, peer, tag)
 
-    threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]
-    for thread in threads:
-        thread.start()
+    with contextlib.suppress(DistBackendError):  # without threads, connections end with the process
+        threads += [start_thread(partial(connect, peer), "gloo connect") for peer in peers]
     deadline = time.monotonic() + _CONNECTING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

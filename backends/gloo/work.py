@@ -17,6 +17,7 @@ from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import NotifiedWork, settle
 from collectives.errors import CollectiveTimeoutError
+from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
 
 __all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner", "begin"]
@@ -273,9 +274,7 @@ class MessageGlooWork(NotifiedWork):
                 self._has_waiter = True
 
     def _wait_in_thread(self) -> None:
-        threading.Thread(
-            target=self.wait_until_done, name=f"gloo {self._operation.name}", daemon=True
-        ).start()
+        start_thread(self.wait_until_done, f"gloo {self._operation.name}")
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is done."""

@@ -130,6 +130,8 @@ class Engine:
             make: makes its Work, once the group is known to be usable.
             asynchronous: whether to return at once, and not when the operation is done.
         """
+        if asynchronous and self.mpi_library.any_thread:
+            progress_thread.start()
         with self.lock:
             self.check_usable(operation)
             work = make()

@@ -9,6 +9,8 @@ import time
 import weakref
 from typing import Protocol
 
+from collectives.threads import start_thread
+
 __all__ = ["Progressing", "progress_thread"]
 
 
@@ -38,12 +40,16 @@ class _ProgressThread:
 
     def serve(self, group: Progressing) -> None:
         """Makes progress in a group from now on, until nothing of it is in flight."""
+        self.start()
         with self._lock:
             self._groups.add(group)
-            if self._thread is None and not self._ends:
-                self._thread = threading.Thread(target=self._run, name="collectives-mpi", daemon=True)
-                self._thread.start()
         self._wanted.set()
+
+    def start(self) -> None:
+        """Sees to it that the thread is there, so that :meth:`serve` will not fail."""
+        with self._lock:
+            if self._thread is None and not self._ends:
+                self._thread = start_thread(self._run, "collectives-mpi")
 
     def _run(self) -> None:
         rest = self._REST_SECONDS

@@ -29,6 +29,7 @@ from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.logs import Log
+from collectives.threads import start_thread
 
 __all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture"]
 
@@ -272,7 +273,7 @@ class Communicators:
             if communicator is not None:
                 communicator.abort()
 
-        threading.Thread(target=call, name="nccl connect", daemon=True).start()
+        start_thread(call, "nccl connect")
         deadline = time.monotonic() + limit.total_seconds()
         try:
             while not wait_for([made], timeout=_CHECK_SECONDS).done:
@@ -289,8 +290,8 @@ class Communicators:
 
     def _keep(self, device: CudaDevice, communicator: Communicator) -> Communicator:
         """Notes a communicator, to be ended with the group; ends it here if the group ended meanwhile."""
-        self.ends.add(device, communicator)
         try:
+            self.ends.add(device, communicator)
             self._refuse()
         except BaseException:
             with device.activate():

@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.errors import DistBackendError
 from collectives.logs import Log
+from collectives.threads import start_thread
 
 __all__ = ["Ends"]
 
@@ -46,10 +49,9 @@ class Ends:
     def add(self, device: CudaDevice, communicator: Communicator) -> None:
         """Takes over a communicator, to be ended with the group."""
         with self._starting:
-            self._all.append((device, communicator))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._abort_when_asked, name="nccl abort", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._abort_when_asked, "nccl abort")
+            self._all.append((device, communicator))
 
     def take_stream(self, device: CudaDevice, high_priority: bool) -> Stream:
         """Returns a stream for the operations of a communicator, given back when all have ended."""
@@ -82,12 +84,10 @@ class Ends:
 
     def destroy(self) -> None:
         """Ends all communicators, whose operations are done, together with the other ranks."""
-        thread = threading.Thread(
-            target=self._end_all, args=("ending", lambda one: one.destroy()), name="nccl destroy", daemon=True
-        )
+        end = partial(self._end_all, "ending", lambda one: one.destroy())
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends
+            thread = start_thread(end, "nccl destroy")
+        except DistBackendError:  # the interpreter ends
             self.abort()
             return
         thread.join(_SECONDS)

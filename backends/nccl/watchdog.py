@@ -19,6 +19,7 @@ from typing import Protocol
 
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.logs import Log
+from collectives.threads import start_thread
 
 __all__ = ["Watchdog", "Watched"]
 
@@ -90,12 +91,11 @@ class Watchdog:
     def watch(self, pending: PendingOperation) -> None:
         """Begins to watch an operation."""
         with self._lock:
-            self._pending.append(pending)
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = start_thread(self._run, self._name)
                 _running.add(self)
-                self._thread.start()
-            elif len(self._pending) == 1:
+            self._pending.append(pending)
+            if len(self._pending) == 1:
                 self._changed.notify()
 
     def pending(self) -> list[PendingOperation]:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 import collectives._native as _native
-from collectives.errors import DistBackendError
 from collectives.logs import Log
+from collectives.threads import start_thread
 
 __all__ = ["complete_after", "complete_later", "next_operation"]
 
@@ -40,21 +40,11 @@ class _Threads:
         """Has ``complete`` called when the core says its number; raises where there is no thread for that."""
         with self._lock:
             if not self._threads:
-                try:
-                    self._start()
-                except RuntimeError as error:
-                    raise DistBackendError(
-                        f"the future of an operation needs a thread, and none can be started ({error}): "
-                        "raise the limit of processes (ulimit -u, or pids.max of the cgroup), or use wait() "
-                        "of the Work"
-                    ) from error
+                self._start()
             self._expected[number] = complete
 
     def _start(self) -> None:
-        # A daemon, so that it does not hold up the interpreter's exit; `close` ends it then.
-        thread = threading.Thread(target=self._serve, name="collectives-futures", daemon=True)
-        thread.start()
-        self._threads.add(thread)
+        self._threads.add(start_thread(self._serve, "collectives-futures"))
 
     def _serve(self) -> None:
         while (taken := _native.pop_completion()) is not None:

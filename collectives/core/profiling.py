@@ -30,6 +30,7 @@ import torch
 from torch.futures import Future
 
 from collectives.core.work import CompletedWork, Work
+from collectives.threads import start_thread
 
 __all__ = ["enabled", "flat", "observed", "possible", "record_comm"]
 
@@ -127,6 +128,7 @@ class _Event:
     def __init__(self, name: str, inputs: Any) -> None:
         self._ended = threading.Event()
         self._end: Future[None] | None = Future()
+        _events.start()
         record = torch._C._autograd._record_function_with_args_enter(name, *flat(inputs))
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, self._end)
         _events.add(self)
@@ -156,13 +158,15 @@ class _Events:
         self._thread: threading.Thread | None = None
         self._disable: Callable[[], Any] | None = None
 
+    def start(self) -> None:
+        """Sees to it that there is a thread to end events on."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = start_thread(self._serve, "collectives-profiler")
+
     def add(self, event: _Event) -> None:
         with self._lock:
             self._open.add(event)
-            if self._thread is None:
-                # a daemon, so that it does not hold up the interpreter's exit; `close` ends it then
-                self._thread = threading.Thread(target=self._serve, name="collectives-profiler", daemon=True)
-                self._thread.start()
             if self._disable is None:
                 # torch tells nobody that a session is about to stop
                 self._disable = profiler._disable_profiler

@@ -19,6 +19,7 @@ from conformance.test_renewal import broken_and_renewed
 from forked import beside_a_child
 from harness import Died, current_store
 from mpi_team import Teams
+from no_threads import threadless
 from ports import free_port
 
 from collectives import (
@@ -33,8 +34,24 @@ from collectives import (
 from collectives.backends.mpi import communicators
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import handle_url
+from collectives.core.types import AllreduceOptions
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
+
+
+def without_threads(group: ProcessGroup) -> None:
+    """An asynchronous operation that finds no thread has not begun."""
+    x = torch.ones(3)
+    with threadless(lambda: group.allreduce(x)):
+        group.allreduce([x], AllreduceOptions(asyncOp=False)).wait()  # needs none
+    assert x.tolist() == [2.0] * 3
+    group.allreduce(x).wait()
+    assert x.tolist() == [4.0] * 3
+
+
+def test_asynchronous_operations_without_a_thread(mpi: Teams) -> None:
+    mpi.run(without_threads, 2)
+
 
 TAKEN_WHOLE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_btl_sm_eager_limit": "128"}
 """Has Open MPI send a message only when it is received."""

@@ -20,6 +20,7 @@ from conformance.test_renewal import broken_and_renewed
 from conformance.test_works import eventually, gate
 from harness import Died
 from nccl_double.groups import load, make_group, run_over_double
+from no_threads import threadless
 from sources import IMPORTED_FROM
 
 import collectives
@@ -67,6 +68,19 @@ def a_rank_does_not_call(group: ProcessGroup) -> None:
 @pytest.mark.full
 def test_a_rank_does_not_call(nccl_library: Path) -> None:
     run_over_double(a_rank_does_not_call, 2, nccl_library, options=SHORT)
+
+
+def without_threads(group: ProcessGroup) -> None:
+    """An operation that finds no thread for its communicator, or for who watches it, has not begun."""
+    x = torch.ones(3)
+    with threadless(lambda: group.allreduce(x), lambda: group.allreduce(x)):
+        gate("refused", group)
+    group.allreduce(x).wait(BLOCKS)
+    assert x.tolist() == [2.0] * 3
+
+
+def test_operations_without_a_thread(nccl_library: Path) -> None:
+    run_over_double(without_threads, 2, nccl_library)
 
 
 def elsewhere(group: ProcessGroup) -> None:
