@@ -70,7 +70,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
         url: where to find them; see the module for the schemes.
         rank: rank of this process, from 0; -1 if the URL or the environment says it.
         world_size: number of processes; -1 likewise.
-        kwargs: for the handler; those of this module take ``timeout``, a :class:`datetime.timedelta`.
+        kwargs: for the handler; those of this module take ``timeout``, a :class:`datetime.timedelta`, and,
+            where they make a :class:`~collectives.TCPStore`, its ``wait_for_workers``.
 
     Returns:
         An iterator that yields (store, rank, world size) once.
@@ -102,7 +103,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
     return _handlers[parts.scheme](f"{start}?{urlencode(query)}{fragment}", **kwargs)
 
 
-def _env_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvous:
+def _env_handler(
+    url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True
+) -> Rendezvous:
     query = _checked_query(url)
     wanted = {"RANK": query.get("rank"), "WORLD_SIZE": query.get("world_size")}
     found = {name: given or os.environ.get(name) for name, given in wanted.items()}
@@ -122,11 +125,14 @@ def _env_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
         "env://", _number("RANK", values["RANK"]), _number("WORLD_SIZE", values["WORLD_SIZE"])
     )
     port = _number("MASTER_PORT", values["MASTER_PORT"])
-    yield _tcp_store(values["MASTER_ADDR"], port, rank, world_size, timeout, query), rank, world_size
+    place = rank, world_size
+    yield _tcp_store(values["MASTER_ADDR"], port, *place, timeout, query, wait_for_workers), *place
     raise RuntimeError("a process cannot meet the others at env:// again through the same rendezvous")
 
 
-def _tcp_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvous:
+def _tcp_handler(
+    url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True
+) -> Rendezvous:
     parts = urlsplit(url)
     query = _checked_query(url)
     try:
@@ -136,7 +142,8 @@ def _tcp_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
     if not parts.hostname or port is None:
         raise ValueError(f"host or port number missing: tcp:// rendezvous needs tcp://host:port, not {url!r}")
     rank, world_size = _place(url, *_given_place(query, url))
-    yield _tcp_store(parts.hostname, port, rank, world_size, timeout, query), rank, world_size
+    place = rank, world_size
+    yield _tcp_store(parts.hostname, port, *place, timeout, query, wait_for_workers), *place
     raise RuntimeError("a process cannot meet the others at tcp:// again through the same rendezvous")
 
 
@@ -165,7 +172,13 @@ def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvo
 
 
 def _tcp_store(
-    host: str, port: int, rank: int, world_size: int, timeout: timedelta, query: Mapping[str, str]
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    query: Mapping[str, str],
+    wait_for_workers: bool,
 ) -> TCPStore:
     if not 0 <= port < 2**16:
         raise ValueError(f"the port must be from 0 to 65535, is {port}")
@@ -181,7 +194,14 @@ def _tcp_store(
     master = rank == 0 and not is_of_agent(port)
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     return TCPStore(
-        host, port, world_size, master, timeout, multi_tenant=not is_of_agent(port), use_libuv=libuv
+        host,
+        port,
+        world_size,
+        master,
+        timeout,
+        wait_for_workers,
+        multi_tenant=not is_of_agent(port),
+        use_libuv=libuv,
     )
 
 

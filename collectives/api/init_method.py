@@ -12,11 +12,13 @@ from typing import Any
 import torch.distributed as _torch_distributed
 from torch.distributed.distributed_c10d import Store as TorchStore
 
+from collectives.errors import DistNetworkError
 from collectives.registry import backends as registry
 from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.joining.standby import Standby
 from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.store.tcp.connector import NoStoreError
 
 __all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
 
@@ -83,19 +85,29 @@ def join_default_group(
     if store is not None:
         return store, rank, size, *_join(store, rank, size, backend, limit)
     deadline = time.monotonic() + limit.total_seconds()
-    left, own = limit, rank
+    left, own, former = limit, rank, ""
+    # That all are there, a store of this package need not wait for: joining does, and names who is missing.
+    options = {"wait_for_workers": False} if init_method.startswith(("env://", "tcp://")) else {}
     while True:
         base = None
         try:
-            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=left)))
+            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=left, **options)))
             base.set_timeout(limit)
             return base, own, count, *_join(base, own, count, backend, left)
         except BaseException as error:
             close_store(base)
-            left = timedelta(seconds=deadline - time.monotonic())
-            broken = isinstance(error, _torch_distributed.DistNetworkError)
-            if not broken or left <= timedelta(0) or _own_rank(own) == 0:
+            if not isinstance(error, _torch_distributed.DistNetworkError) or _own_rank(own) == 0:
                 raise
+            if base is None and isinstance(error, NoStoreError):  # however often it was tried
+                if not former:
+                    raise
+                raise DistNetworkError(
+                    f"{former}; no other server has come within the limit of {limit.total_seconds():g} s"
+                ) from error
+            left = timedelta(seconds=deadline - time.monotonic())
+            if left <= timedelta(0):
+                raise
+            former = str(error)
         # A rank that begins its next world may still reach the server of rank 0's former one, just before
         # that ends; the next one is there soon.
         time.sleep(_RETRY_SECONDS)

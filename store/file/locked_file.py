@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import collectives._native as _native
 from collectives.errors import DistStoreError
 
 __all__ = ["LockedFile"]
@@ -30,7 +31,8 @@ class LockedFile:
     another.
 
     Raises:
-        DistStoreError: the path cannot be opened, is no plain file, or another user's that all may write to.
+        DistStoreError: the path cannot be opened, is no plain file, or is another user's, who could have laid
+            there what they like; root's is taken.
     """
 
     def __init__(self, path: str) -> None:
@@ -43,12 +45,22 @@ class LockedFile:
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise DistStoreError(f"a FileStore needs a plain file, which {path} is not")
-        if found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH:
+        if found.st_uid != 0 and not self._is_own(found):
             self.close()
             raise DistStoreError(
-                f"{path} belongs to user {found.st_uid}, while this process runs as {os.geteuid()}, and all "
-                "may write to it; name another file"
+                f"{path} belongs to user {found.st_uid}, while this process runs as {os.geteuid()}; name "
+                "another file"
             )
+
+    def _is_own(self, found: os.stat_result) -> bool:
+        """Tells whether the file is of this process's user, by the kernel where the number does not tell."""
+        if found.st_uid != os.geteuid() or _native.is_own_user(found.st_uid):
+            return found.st_uid == os.geteuid()
+        try:
+            os.fchmod(self._fd, stat.S_IMODE(found.st_mode))  # as its owner alone may
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Closes the file and gives the lock up; idempotent."""
@@ -89,7 +101,7 @@ class LockedFile:
                 return
             if time.monotonic() > deadline:
                 raise DistStoreError(
-                    f"another process has held the lock of {self.path} for {limit:g} s; is it stopped? "
+                    f"another process has held the lock of {self.path} for {limit:.3g} s; is it stopped? "
                     "`lsof` on the file shows who has it open"
                 )
             time.sleep(pause)

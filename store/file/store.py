@@ -39,6 +39,8 @@ __all__ = ["FileStore"]
 _ENDING_GRACE_S = 10.0
 """How long one who finds the file of a run that is ending waits for its last members to be gone."""
 _LEAVE_S = 5.0
+_LEAST_LOCK_S = 1.0
+"""How long a call waits for the lock whatever its limit: others hold it for moments."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 _LOOKS_PER_READ = 25
 """Looks at the file's size between reads under the lock, which network file systems need to show changes."""
@@ -115,13 +117,19 @@ class _Shared:
 
     @contextlib.contextmanager
     def locked(self, exclusive: bool, limit: float) -> Iterator[_Content]:
-        """Holds the file, and gives its content up to date."""
-        with self._lock:
+        """Holds the file, and gives its content up to date; waits up to ``limit`` seconds for others."""
+        limit = max(limit, _LEAST_LOCK_S)
+        end = time.monotonic() + limit
+        if not self._lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            raise DistStoreError(f"other threads have waited for the lock of {self.path} for {limit:g} s")
+        try:
             if self._file.closed:
                 raise DistStoreError(f"the store on {self.path} was closed")
-            with self._file.lock(exclusive, limit):
+            with self._file.lock(exclusive, end - time.monotonic()):
                 self._read()
                 yield self.content
+        finally:
+            self._lock.release()
 
     def write(self, data: bytes) -> None:
         """Appends records; the caller holds the file exclusively."""
@@ -131,13 +139,21 @@ class _Shared:
 
     def unread(self) -> bool:
         """Tells, without the file's lock, whether there is something to read."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):  # of a thread that may wait for long
+            return True
+        try:
             return self._file.closed or self._file.size() != self.content.position
+        finally:
+            self._lock.release()
 
     def replaced(self) -> bool:
         """Tells whether the path has come to lead to another file, or to none."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             return not self._file.closed and not self._file.is_at_path()
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """Ends the use by one store; the last one leaves the run."""
@@ -336,8 +352,8 @@ class FileStore(Store):
     def _reading(self) -> contextlib.AbstractContextManager[_Content]:
         return self._shared.locked(False, self._seconds(None))
 
-    def _writing(self) -> contextlib.AbstractContextManager[_Content]:
-        return self._shared.locked(True, self._seconds(None))
+    def _writing(self, limit: float | None = None) -> contextlib.AbstractContextManager[_Content]:
+        return self._shared.locked(True, self._seconds(None) if limit is None else limit)
 
     def _set(self, key: str, value: bytes) -> None:
         with self._writing():
@@ -351,8 +367,8 @@ class FileStore(Store):
         with self._writing():
             self._shared.write(b"".join(encode_record(Kind.SET, key, value) for key, value in pairs))
 
-    def _add(self, key: str, amount: int) -> int:
-        with self._writing() as content:
+    def _add(self, key: str, amount: int, limit: float | None = None) -> int:
+        with self._writing(limit) as content:
             before = content.count(key)
             if before is None or not -(2**63) <= before + amount < 2**63:
                 self._raise_not_a_counter(key, amount, content.values[key])
@@ -425,7 +441,8 @@ class FileStore(Store):
             return len(content.queues.get(key, ()))
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        if self._add(key, 1) >= world_size:
+        end = time.monotonic() + limit
+        if self._add(key, 1, limit) >= world_size:
             return
 
         def complete(content: _Content) -> bool | None:
@@ -433,7 +450,7 @@ class FileStore(Store):
 
         arrived = True
         try:
-            arrived = self._poll(complete, limit) is None
+            arrived = self._poll(complete, end - time.monotonic()) is None
         finally:
             if arrived:
                 count = self._withdraw(key, world_size)
@@ -446,7 +463,7 @@ class FileStore(Store):
         Returns:
             The count before.
         """
-        with self._writing() as content:
+        with self._writing(0.0) as content:
             count = content.count(key) or 0
             if 1 < count < world_size:
                 self._shared.write(encode_record(Kind.SET, key, str(count - 1).encode()))
@@ -463,7 +480,7 @@ class FileStore(Store):
         looks = 0
         while True:
             if looks % _LOOKS_PER_READ == 0 or self._shared.unread():
-                with self._shared.locked(exclusive, max(limit, _LEAVE_S)) as content:
+                with self._shared.locked(exclusive, deadline - time.monotonic()) as content:
                     answer = ask(content)
                 if answer is not None:
                     return answer
@@ -475,8 +492,7 @@ class FileStore(Store):
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def _raise_missing(self, operation: str, keys: list[str], limit: float) -> NoReturn:
-        with self._reading() as content:
-            missing = [key for key in keys if not content.there(key)]
+        missing = [key for key in keys if not self._shared.content.there(key)]  # as of the last look
         if self._shared.replaced():
             raise DistStoreError(
                 f"{operation} gave up after {limit:g} s: {self.path} was deleted or replaced while this "

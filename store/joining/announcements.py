@@ -61,18 +61,28 @@ class Announcements:
         Raises:
             DistStoreError: there are more than there can be, or one is not as it has to be.
         """
-        store, known = self._store, self.counted
-        self.counted = int(store.add(self._name, 0))
-        if not known <= self.counted <= self._after + self._most:
-            raise DistStoreError(
-                f"key {self._name!r} of the store counts {self.counted} announcements after {known}, of at "
-                f"most {self._after + self._most}; something else than these ranks writes to this store"
-            )
-        here = self.late = [*self.late, *range(known + 1, self.counted + 1)]
+        self.count()
+        store, here = self._store, self.late
         if here and not store.check([self.key(number) for number in here]):
             here = [number for number in here if store.check([self.key(number)])]
         if not here:
             return {}
-        self.late = [number for number in self.late if number not in here]
         found = fetch_all(store, [self.key(number) for number in here], check)
+        self.late = [number for number in self.late if number not in here]
         return dict(zip(here, found, strict=True))
+
+    def count(self) -> None:
+        """Counts what has been announced, without reading it.
+
+        Raises:
+            DistStoreError: there is more than there can be.
+        """
+        store, known = self._store, self.counted
+        counted = int(store.add(self._name, 0))
+        if not known <= counted <= self._after + self._most:
+            raise DistStoreError(
+                f"key {self._name!r} of the store counts {counted} announcements after {known}, of at "
+                f"most {self._after + self._most}; something else than these ranks writes to this store"
+            )
+        self.counted = counted
+        self.late += range(known + 1, counted + 1)

@@ -24,6 +24,7 @@ from collectives.store.tcp import TCPStore
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.tcp.listen import is_loopback, open_listeners
 from collectives.store.tcp.proof import UnprovedError
+from collectives.store.waiting import root_of
 
 __all__ = ["Standby", "offer", "succession"]
 
@@ -45,8 +46,7 @@ class Standby:
         Args:
             store: the world's store, which may have prefixes.
         """
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
+        store = root_of(store)
         self.server = -1
         self._scope = ""
         self._addresses: list[list[Any]] = []

@@ -13,14 +13,15 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as _torch_distributed
 
-from collectives.errors import DistStoreError
+from collectives.errors import DistNetworkError, DistStoreError
+from collectives.logs import Log
 from collectives.secret import WAY_OUT
 from collectives.store.joining.announcements import Announcements, next_key
 from collectives.store.joining.standby import Standby, offer, succession
@@ -28,14 +29,16 @@ from collectives.store.own_user import own_user_only
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fetch, fields, publish, publish_all
-from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
+from collectives.store.tcp import TCPStore
+from collectives.store.tcp.store import refusals
+from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys
 
 __all__ = ["KEYS", "forget_joining", "join_world", "leave_world", "wait_for_leavers"]
 
 KEYS = "collectives"
 """Prefix of all our keys in a store that may have other users."""
 
-_PROTOCOL = 6
+_PROTOCOL = 7
 """Number of the key layout; ranks that differ in it refuse each other."""
 
 _READ_LIMIT = timedelta(seconds=3)
@@ -44,8 +47,16 @@ _READ_LIMIT = timedelta(seconds=3)
 _ATTEMPT_CHECK = timedelta(milliseconds=100)
 """How long rank 0 waits for all before it looks for newer attempts."""
 
-_OTHERS_LIMIT = timedelta(seconds=5)
+_OTHERS_LIMIT = timedelta(seconds=3)
 """How long rank 0 waits, after two ranks disagreed, for others to come and get the reason."""
+
+_LOOK = (
+    "it has taken another process as rank {}, or a world of another size: look at rank 0, and start every "
+    "rank once, with the same world_size"
+)
+
+_TELL_AFTER = timedelta(seconds=5)
+"""How long a rank waits for rank 0 before it says so, once."""
 
 _ANSWER_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""
@@ -66,6 +77,8 @@ _MOST_ATTEMPTS = 1000
 """How many attempts rank 0 reads, and 16 more of each rank: processes may have come and died many times."""
 
 _T = TypeVar("_T")
+
+log = Log()
 
 
 def join_world(
@@ -120,27 +133,31 @@ def join_world(
     own = [next_key(store, _ATTEMPTS)]
     attempt = int(own[0].rpartition("/")[2])
     nonce = secrets.token_hex(_NONCE_BYTES)
-    publish(store, own[0], {"rank": rank, "nonce": nonce})
+    about_attempt = {"rank": rank, "nonce": nonce, "world_size": size, "process": about["process"]}
+    publish(store, own[0], about_attempt)
     where = f"[rank {rank}] {what}:"
-    called = _await_answer(store, f"join/call/{attempt}", where, rank, timeout, _call)
-    own.append(f"join/call/{attempt}")
-    if called is not None:
-        delete_keys(store, own)
-        raise ValueError(f"{where} {called['reason']}")
+    ask = partial(_await_answer, store, attempt, where, rank, timeout)
     try:
-        own.append(next_key(store, _INFOS))
-        publish(store, own[-1], {"attempt": attempt, **about})
-        answer = _await_answer(
-            store, f"join/result/{attempt}", where, rank, timeout, partial(_result, nonce=nonce)
-        )
+        refusal = ask("call", _call)
     except _torch_distributed.DistNetworkError as error:
-        # Not a former world's store, with which another attempt may find the next one.
-        raise DistStoreError(
-            f"{where} rank 0 has called it, and ended its store: {error}",
-            0,
+        raise DistNetworkError(
+            f"{where} the store has failed before rank 0 has answered; {_LOOK.format(rank)}: {error}"
         ) from error
-    delete_keys(store, [*own, f"join/result/{attempt}"])
-    if "world" in answer:
+    own.append(f"join/call/{attempt}")
+    if refusal is None:
+        try:
+            own.append(next_key(store, _INFOS))
+            publish(store, own[-1], {"attempt": attempt, **about})
+            answer = ask("result", partial(_result, nonce=nonce))
+        except _torch_distributed.DistNetworkError as error:
+            # Not a former world's store, with which another attempt may find the next one.
+            raise DistStoreError(
+                f"{where} rank 0 has called it, and ended its store: {error}",
+                0,
+            ) from error
+        own.append(f"join/result/{attempt}")
+    delete_keys(store, own)
+    if refusal is None and "world" in answer:
         world = _store_of(store, answer["world"])
         if standby is not None:
             known: Checked = {"server": -1, "addresses": []}
@@ -149,11 +166,26 @@ def join_world(
             standby.learn(world.scope, **known)
         return answer["world"], world
     store.set(f"join/read/{attempt}", "")
-    raise _error(f"{where} {answer['reason']}", answer["missing"])
+    raise _error(where, **(answer if refusal is None else refusal))
 
 
-def _error(text: str, missing: list[int]) -> Exception:
-    return DistStoreError(text, missing[0], missing_ranks=missing) if missing else ValueError(text)
+def _refusal(reason: str, missing: Sequence[int] = (), *, of_store: bool = False) -> dict[str, Any]:
+    """Returns what rank 0 publishes of a world that does not come about, or for a process that has no part.
+
+    Args:
+        reason: text for all.
+        missing: ranks that did not come in time.
+        of_store: whether the store is at fault, or what somebody has written there.
+    """
+    return {"reason": reason, "missing": list(missing), "of_store": of_store}
+
+
+def _error(where: str, reason: str, missing: list[int], of_store: bool) -> Exception:
+    """Returns the error for what :func:`_refusal` has."""
+    text = f"{where} {reason}"
+    if missing or of_store:
+        return DistStoreError(text, missing[0] if missing else -1, missing_ranks=missing)
+    return ValueError(text)
 
 
 def forget_joining(store: Any, size: int) -> None:
@@ -167,16 +199,16 @@ def _store_of(store: Any, world: str) -> PrefixStore:
     return PrefixStore(world, store, scope=f"{getattr(store, 'scope', '')}world {world}")
 
 
-def _attempt(record: Any) -> tuple[int, str]:
-    """Checks an attempt; returns its rank, which may be none of this world, and its random digits."""
-    found = fields(record, rank=int, nonce=str)
+def _attempt(record: Any) -> Checked:
+    """Checks an attempt, whose rank may be none of this world."""
+    found = fields(record, rank=int, nonce=str, world_size=int, process=str)
     demand(found["rank"] > 0, f"an attempt of rank {found['rank']}")
-    return found["rank"], found["nonce"]
+    return found
 
 
 def _served(record: Any) -> Checked:
     """Checks up to which numbers rank 0 has read, its last world, and the attempts left to the next one."""
-    found = fields(record, attempts=int, infos=int, left=list, world=str)
+    found = fields(record, attempts=int, infos=int, left=list, world=str, world_size=int)
     demand(found["attempts"] >= 0 and found["infos"] >= 0, f"{found}")
     demand(all(type(one) is int and 0 < one <= found["attempts"] for one in found["left"]), f"{found}")
     return found
@@ -184,7 +216,11 @@ def _served(record: Any) -> Checked:
 
 def _call(record: Any) -> Checked | None:
     """Checks rank 0's call: ``None``, or why it refuses an attempt."""
-    return None if record is None else fields(record, reason=str)
+    if record is None:
+        return None
+    found = fields(record, reason=str, missing=list, of_store=bool)
+    demand(all(type(rank) is int for rank in found["missing"]), "missing ranks that are no numbers")
+    return found
 
 
 def _info(record: Any) -> Checked:
@@ -199,23 +235,52 @@ def _result(record: Any, nonce: str) -> Checked:
     if "world" in record:
         demand(_DIGITS.fullmatch(str(record["world"])) is not None, f"the world {record['world']!r}")
         return fields(record, world=str, served=bool)
-    found = fields(record, reason=str, missing=list)
-    demand(all(type(rank) is int for rank in found["missing"]), "missing ranks that are no numbers")
-    return found
+    demand(record is not None, "no reason")
+    return _call(record) or {}
 
 
 def _await_answer(
-    store: Any, key: str, where: str, rank: int, timeout: timedelta, check: Callable[[Any], _T]
+    store: Any,
+    attempt: int,
+    where: str,
+    rank: int,
+    timeout: timedelta,
+    name: str,
+    check: Callable[[Any], _T],
 ) -> _T:
-    """Returns what rank 0 publishes under a key, checked."""
-    if not wait_for_keys(store, [key], timeout + _ANSWER_GRACE):
-        raise DistStoreError(
-            f"{where} rank 0 did not answer within {timeout.total_seconds():g} s; "
-            f"either it did not come, or it has taken another process as rank {rank}: look at rank 0, and "
-            "start every rank once",
-            0,
-        )
-    return fetch(store, key, check)
+    """Returns what rank 0 publishes for an attempt, checked."""
+    key, limit = f"join/{name}/{attempt}", timeout + _ANSWER_GRACE
+    first = min(_TELL_AFTER, limit)
+    if not wait_for_keys(store, [key], first):
+        if why := _why_unanswered(store, rank):
+            log.warning("%s rank 0 has not answered for %g s: %s", where, first.total_seconds(), why)
+        if not wait_for_keys(store, [key], limit - first):
+            raise DistStoreError(
+                f"{where} rank 0 did not answer within {timeout.total_seconds():g} s; "
+                + (_why_unanswered(store, rank) or f"either it did not come, or {_LOOK.format(rank)}"),
+                0,
+            )
+    try:
+        return fetch(store, key, check)
+    except DistStoreError as error:
+        store.set(f"join/read/{attempt}", "")  # rank 0 may wait for that
+        raise DistStoreError(f"{where} {error}") from error
+
+
+def _why_unanswered(store: Any, rank: int) -> str:
+    """Returns what the store tells of rank 0's last world, if this rank has no place in it."""
+    if not store.check([_SERVED]):
+        return ""
+    served = fetch(store, _SERVED, _served)
+    if not served["world"]:
+        return ""
+    size = served["world_size"]
+    made = f"it has made a world of {size} ranks"
+    if rank >= size:
+        return f"{made}, in which there is no rank {rank}; give all ranks the same world_size"
+    if _store_of(store, served["world"]).check([f"leave/{rank}"]):
+        return ""
+    return f"{made}, of which another process is rank {rank} and has not left; start every rank once"
 
 
 class _Coordinator:
@@ -231,70 +296,97 @@ class _Coordinator:
 
     def __init__(self, store: Any, size: int, about: dict[str, Any], timeout: timedelta, what: str) -> None:
         self._store = store
+        self._root = root_of(store)
         self._size = size
         self._about = about
-        self._what = what
+        self._where = f"[rank 0] {what}:"
         self._attempt = int(store.add("join/attempts/0", 1))
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
-        served: Checked = {"attempts": 0, "infos": 0, "left": [], "world": ""}
+        served: Checked = {"attempts": 0, "infos": 0, "left": [], "world": "", "world_size": 0}
         if store.check([_SERVED]):
             served = fetch(store, _SERVED, _served)
         most = _MOST_ATTEMPTS + 16 * size
         self._attempts = Announcements(store, _ATTEMPTS, most, served["attempts"])
         self._attempts.late = served["left"]
         self._infos = Announcements(store, _INFOS, most, served["infos"])
-        self._former = served["world"]
-        self._left: list[int] = []
-        self._nonces: dict[int, str] = {}
+        self._former, self._former_size = served["world"], served["world_size"]
+        self._known: dict[int, Checked] = {}
+        self._beyond: list[int] = []
         self._called: dict[int, int] = {}
+        self._refused: list[int] = []
         self._brought: dict[int, Checked] = {}
         self._joined: dict[int, Checked] = {}
         self._reason = ""
+        self._twice: dict[int, str] = {}
 
     def join(self, standby: Standby | None) -> tuple[str, PrefixStore]:
         """Returns the new world's digits and store, or raises on all ranks."""
-        reason, missing = self._call_all(), []
-        absent = [r for r in range(1, self._size) if r not in self._joined]
-        if not reason and absent:
-            reason, missing = missing_text(absent, self._timeout), absent
-        if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
-            reason = f"another process has come as rank 0, beside {self._about['process']}"
-        if not reason and self._former:  # nobody reads the keys of the world before
+        refusal = self._refusal()
+        if not refusal and self._former:  # nobody reads the keys of the world before
             old = [_SUCCESSION, *(f"leave/{r}" for r in range(self._size))]
             delete_keys(_store_of(self._store, self._former), old)
         digits = secrets.token_hex(_NONCE_BYTES)
         world = _store_of(self._store, digits)
         offers = [self._about, *(self._joined[r] for r in sorted(self._joined))]
-        server = next((r for r, one in enumerate(offers) if one["serves"]), -1) if not reason else -1
+        server = next((r for r, one in enumerate(offers) if one["serves"]), -1) if not refusal else -1
         known: Checked = {"server": server, "addresses": []}
         if server >= 0:
             known["addresses"] = [one["standby"] for one in offers]
             publish(world, _SUCCESSION, known)
-        answer = {"world": digits, "served": server >= 0}
-        if not reason:
-            self._former = digits
-        self._answer({"reason": reason, "missing": missing} if reason else answer, complete=not absent)
-        if reason:
-            read = [f"join/read/{self._called[r]}" for r in self._joined]
-            wait_for_keys(self._store, read, _READ_LIMIT)
-            raise _error(f"[rank 0] {self._what}: {reason}", missing)
+        if refusal:
+            self._answer(refusal, refusal)
+            readers = [*self._refused, *(self._called[rank] for rank in self._joined)]
+            wait_for_keys(self._store, [f"join/read/{each}" for each in readers], _READ_LIMIT)
+            raise _error(self._where, **refusal)
+        self._former, self._former_size = digits, self._size
+        self._answer({"world": digits, "served": server >= 0})
         if standby is not None:
             standby.learn(world.scope, **known)
         return digits, world
 
+    def _refusal(self) -> Checked:
+        """Waits for all ranks; returns why there will be no world, as :func:`_refusal`, if so."""
+        try:
+            reason = self._call_all()
+        except DistStoreError as error:  # such as what no rank of this job has written
+            end = time.monotonic() + _OTHERS_LIMIT.total_seconds()
+            while len(self._known) + len(self._attempts.late) < self._size - 1 and time.monotonic() < end:
+                time.sleep(_ATTEMPT_CHECK.total_seconds())
+                self._attempts.count()
+            return _refusal(str(error), of_store=True)
+        absent = [r for r in range(1, self._size) if r not in self._joined]
+        if not reason and absent:
+            reason = "; ".join([missing_text(absent, self._timeout), *self._twice.values()])
+            if isinstance(self._root, TCPStore):
+                reason += f". Rank 0's store is at {self._root.host}:{self._root.port}.{refusals(self._root)}"
+            return _refusal(reason, absent)
+        if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
+            reason = f"another process has come as rank 0, beside {self._about['process']}"
+        return _refusal(reason) if reason else {}
+
     def _call_all(self) -> str:
         """Calls the newest attempt of every rank until all have come; returns disagreements."""
         deadline = self._deadline
-        while len(self._joined) < self._size - 1 and time.monotonic() < deadline:
+        told = False
+        while not self._all_here() and time.monotonic() < deadline:
             wait_for_keys(self._store, self._expected(), min(_left(deadline), _ATTEMPT_CHECK))
             self._brought |= {info["attempt"]: info for info in self._infos.new(_info).values()}
             self._join_called()  # before newer processes come as the same ranks
             self._call_new()
             self._join_called()  # whom a former process of rank 0 has called already
+            if not told and (refused := refusals(self._root)):
+                told = True
+                log.warning("%s the store is at port %d.%s", self._where, self._root.port, refused)
             if self._reason:
                 deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT.total_seconds())
         return self._reason
+
+    def _all_here(self) -> bool:
+        """Returns whether nobody else is expected; where sizes differ, that is by the largest of them."""
+        largest = max([self._size, *(one["world_size"] for one in self._joined.values())])
+        beyond = {self._known[attempt]["rank"] for attempt in self._beyond}
+        return len(self._joined) == self._size - 1 and len(beyond) >= largest - self._size
 
     def _join_called(self) -> None:
         """Takes what those bring that were called, and notes the first disagreement."""
@@ -313,49 +405,72 @@ class _Coordinator:
             keys.append(self._attempts.key(self._attempts.counted + uncalled - len(self._attempts.late)))
         if called > len(self._infos.late):
             keys.append(self._infos.key(self._infos.counted + called - len(self._infos.late)))
-        return keys
+        return keys or [self._attempts.key(self._attempts.counted + 1)]
 
     def _call_new(self) -> None:
         """Calls attempts, the newest of each rank, and refuses those of ranks that have joined."""
         calls: dict[str, Any] = {}
-        for attempt, (rank, nonce) in self._attempts.new(_attempt).items():
-            self._nonces[attempt] = nonce
+        for attempt, found in self._attempts.new(_attempt).items():
+            self._known[attempt] = found
+            rank, process = found["rank"], found["process"]
             if rank >= self._size:
-                self._left.append(attempt)
+                self._beyond.append(attempt)
             elif rank in self._joined:
-                taken = f"rank {rank} is taken by process {self._joined[rank]['process']}"
-                calls[f"join/call/{attempt}"] = {"reason": f"{taken}; start every rank once"}
+                self._note_twice(rank, process, self._joined[rank]["process"])
+                calls |= self._refuse(attempt, _refusal(self._twice[rank]))
             else:
                 former, newest = sorted([attempt, self._called.get(rank, attempt)])
                 self._called[rank] = newest
                 calls[f"join/call/{newest}"] = None
                 if former != newest:  # which may have read its call already
-                    reason = f"a newer process has come as rank {rank}"
-                    calls[f"join/call/{former}"] = {"reason": reason}
-                    calls |= self._result(former, {"reason": reason, "missing": []})
+                    self._note_twice(rank, self._known[former]["process"], self._known[newest]["process"])
+                    refusal = _refusal(self._twice[rank])
+                    calls |= self._refuse(former, refusal) | self._result(former, refusal)
         publish_all(self._store, calls)
 
-    def _result(self, attempt: int, answer: dict[str, Any]) -> dict[str, Any]:
-        return {f"join/result/{attempt}": {**answer, "nonce": self._nonces[attempt]}}
+    def _note_twice(self, rank: int, refused: str, taken: str) -> None:
+        """Notes that two processes have come as one rank, in words, and says so at once."""
+        self._twice[rank] = (
+            f"two processes have come as rank {rank}: {taken} is taken for it, and {refused} refused; start "
+            "every rank once"
+        )
+        log.warning("%s %s", self._where, self._twice[rank])
 
-    def _answer(self, answer: dict[str, Any], *, complete: bool) -> None:
+    def _refuse(self, attempt: int, refusal: Checked) -> dict[str, Any]:
+        self._refused.append(attempt)
+        return {f"join/call/{attempt}": refusal}
+
+    def _result(self, attempt: int, answer: Checked) -> dict[str, Any]:
+        return {f"join/result/{attempt}": {**answer, "nonce": self._known[attempt]["nonce"]}}
+
+    def _answer(self, answer: Checked, refusal: Checked | None = None) -> None:
         """Answers all that were called, and refuses processes that came as the same ranks meanwhile.
 
         Args:
             answer: for all.
-            complete: whether all ranks have come. Otherwise who comes now is left to the next world.
+            refusal: what that is where there is no world. Who comes now is left to the next one if ranks are
+                missing, and gets it otherwise, as do ranks of a larger world where that is the reason.
         """
+        calls: dict[str, Any] = {}
         # Before the answer: one that has read it may try again at once.
-        if complete:
+        if refusal is None or not (refusal["missing"] or refusal["of_store"]):
             self._call_new()
             self._attempts.late.clear()
+        elif refusal["of_store"]:
+            for attempt in self._attempts.late:  # which cannot be read
+                calls |= self._refuse(attempt, refusal)
+            self._attempts.late = []
+        if refusal is not None and not refusal["missing"]:
+            for attempt in self._beyond:
+                calls |= self._refuse(attempt, refusal)
+            self._beyond = []
         reached = {"attempts": self._attempts.counted, "infos": self._infos.counted}
-        left = self._left + self._attempts.late
-        publish(self._store, _SERVED, {**reached, "left": left, "world": self._former})
-        answers: dict[str, Any] = {}
+        left = self._beyond + self._attempts.late
+        former = {"world": self._former, "world_size": self._former_size}
+        publish(self._store, _SERVED, {**reached, **former, "left": left})
         for attempt in self._called.values():
-            answers |= self._result(attempt, answer)
-        publish_all(self._store, answers)
+            calls |= self._result(attempt, answer)
+        publish_all(self._store, calls)
 
 
 def _disagreement(mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> str:

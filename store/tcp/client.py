@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
-from collectives.store.tcp.connector import ANSWER_S, Connection, Connector, LocalConnection, Trust
+from collectives.store.tcp.connector import Connection, Connector, LocalConnection, Trust
 from collectives.store.tcp.wire import REFUSAL_KEY, Command, text
 
 __all__ = ["Client", "Connection", "Trust"]
@@ -24,6 +24,8 @@ Garbage collection ends whatever it finds beside a store, even where the store s
 """
 
 _IDLE_KEPT = 2
+_LEAST_CONNECT_S = 2.0
+"""How long another connection is tried for whatever the limit of the call."""
 _REASON_S = 2.0
 """How long a server that has hung up may take to say why."""
 
@@ -171,7 +173,7 @@ class Client:
                 connection = LocalConnection(server)
                 self._connections.add(connection)
                 return connection
-        connection = self._connector.connect(max(timeout, ANSWER_S), again=True)
+        connection = self._connector.connect(max(timeout, _LEAST_CONNECT_S), again=True)
         try:
             with self._lock:
                 self._raise_failure(operation)  # close() could not end what was not here yet

@@ -18,7 +18,7 @@ from collectives.secret import SECRET, WAY_OUT
 from collectives.store.tcp.proof import PROOF_WANTED, UnprovedError, prove
 from collectives.store.tcp.wire import MAGIC, TURNED_AWAY, Command, u32
 
-__all__ = ["ANSWER_S", "Connection", "Connector", "LocalConnection", "Trust"]
+__all__ = ["ANSWER_S", "Connection", "Connector", "LocalConnection", "NoStoreError", "Trust"]
 
 log = Log()
 
@@ -33,8 +33,12 @@ _SILENT_S = 10.0
 ANSWER_S = 10.0
 """How long a freshly connected server may take to answer the first ping before the next try."""
 _REASON_BYTES = 1024
-_UNPROVED_S = 2.0
+_UNPROVED_S = 0.5
 """How long a server may break handshakes off: one that is about to end does it, too."""
+
+
+class NoStoreError(DistNetworkError):
+    """There is no server, or none to be trusted, however often one tries."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Connector:
             again: whether there has been one before.
 
         Raises:
-            DistNetworkError: there is none in that time, or what answers is not to be trusted.
+            NoStoreError: there is none in that time, or what answers is not to be trusted.
         """
         start = time.monotonic()
         delay = _FIRST_RETRY_S
@@ -132,28 +136,31 @@ class Connector:
         end = start + timeout
         told = timeout <= _SILENT_S
         unproved = ""  # the text alone, since an error that this frame knew would be in a cycle
+        unproved_since = 0.0
         while True:
             attempts += 1
             try:
                 return self.connect_once(end)
             except OSError as error:
-                if isinstance(error, UnprovedError):
+                if not isinstance(error, (UnprovedError, TimeoutError)):
+                    unproved = ""
+                elif isinstance(error, UnprovedError):
+                    unproved_since = unproved_since if unproved else time.monotonic()
                     unproved = str(error)
-                    end = min(end, time.monotonic() + _UNPROVED_S)
-                elif again and isinstance(error, ConnectionRefusedError):
+                if again and isinstance(error, ConnectionRefusedError):
                     # A server that was there and listens no more has ended.
                     end = min(end, start + _GONE_S)
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
                 # The jitter keeps many ranks that were started together from connecting together.
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
-                left = end - _LAST_TRY_S - time.monotonic()
+                now = time.monotonic()
+                left = end - _LAST_TRY_S - now
+                if unproved and (left <= 0 or now >= unproved_since + _UNPROVED_S):
+                    raise NoStoreError(
+                        f"the store server at {self._shown_as} is not trusted: {unproved}"
+                    ) from error
                 if left <= 0:
-                    # The last try may have had no time left to say so, too.
-                    if unproved and isinstance(error, (UnprovedError, TimeoutError)):
-                        raise DistNetworkError(
-                            f"the store server at {self._shown_as} is not trusted: {unproved}"
-                        ) from error
-                    raise DistNetworkError(
+                    raise NoStoreError(
                         f"no store server answers at {self._shown_as}: gave up after "
                         f"{time.monotonic() - start:.1f} s (limit {timeout:g} s) and "
                         f"{attempts} attempts, the last one: {_reason(error)}. Does the process that runs "
@@ -182,7 +189,7 @@ class Connector:
         if self._trust.own_user_only:
             known, addresses = addresses, [one for one in addresses if _is_of_this_machine(str(one[4][0]))]
             if known and not addresses:
-                raise DistNetworkError(
+                raise NoStoreError(
                     f"the store server at {self._shown_as} is on another machine, and this process has "
                     f"no job secret; {WAY_OUT}"
                 )
@@ -222,13 +229,13 @@ class Connector:
         connection.send(_greeting(nonce), answer_by)
         answer = connection.receive(4, answer_by)
         if answer == PROOF_WANTED != nonce:
-            raise DistNetworkError(
+            raise NoStoreError(
                 f"the store server at {self._shown_as} takes only processes that know its job's secret, and "
                 f"this one has none: set {SECRET}, or {SECRET}_FILE, as it is there"
             )
         if answer != nonce:
             _raise_turned_away(connection, answer, answer_by)
-            raise DistNetworkError(
+            raise NoStoreError(
                 f"what listens at {self._shown_as} is no store server: it answered {answer!r}. "
                 "Is MASTER_PORT the port of another service?"
             )

@@ -158,9 +158,9 @@ def _listen_error(host: str, port: int, error: OSError) -> DistNetworkError:
     if error.errno == errno.EADDRINUSE:
         return DistNetworkError(
             f"The server socket has failed to listen on any local address of {host}:{port} (EADDRINUSE): "
-            f"port {port} is already in use on this machine, by another job or a process left over? Choose "
-            f"another port (MASTER_PORT), or port 0 and read the store's .port; `ss -ltnp 'sport = :{port}'` "
-            "shows who holds it"
+            f"port {port} is already in use on this machine, by another job, a process left over, or another "
+            f"process with RANK=0 of this job? `ss -ltnp 'sport = :{port}'` shows who holds it. Choose "
+            "another port (MASTER_PORT), or port 0 and read the store's .port"
         )
     if error.errno == errno.EACCES:
         return DistNetworkError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
-from collectives.secret import derived_key
+from collectives.secret import SECRET, derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
 from collectives.store.own_user import own_user_only
 from collectives.store.tcp.client import Client
@@ -35,7 +35,7 @@ from collectives.store.tcp.wire import (
 
 __all__ = ["TCPStore"]
 
-_GRACE_S = 10.0
+_GRACE_S = 2.0
 """Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
 _LOOK_S = 0.5
 """How often a client that waits at another server than ours looks whether a key has come."""
@@ -222,8 +222,8 @@ class TCPStore(Store):
             if time.monotonic() > deadline:
                 raise DistStoreError(
                     f"Timed out after {limit:g} seconds waiting for clients. {count}/{world_size} clients "
-                    f"joined {self!r}. Do all ranks run, with the same MASTER_ADDR and MASTER_PORT, and can "
-                    "they reach this machine?"
+                    f"joined {self!r}.{refusals(self)} Do all ranks run, with the same MASTER_ADDR and "
+                    "MASTER_PORT, and can they reach this machine?"
                 )
             time.sleep(pause)
             pause = min(0.02, 1.5 * pause)
@@ -326,44 +326,46 @@ class TCPStore(Store):
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         form = "v" * len(keys)
+        end = time.monotonic() + limit
         if self._is_of_ours():
             # Values that are there take one round trip; those of a request with a missing key are left alone.
             fields = (Command.CHECK, keys, Command.MULTI_GET, keys)
-            there, *values = self._ask("get", "bKbK", fields, "b" + form)
+            there, *values = self._ask("get", "bKbK", fields, "b" + form, limit)
             if there == READY:
                 return values
         elif self._check(keys):  # torch's server without libuv hangs up on who gets what is not there
-            return self._ask("get", "bK", (Command.MULTI_GET, keys), form)
+            return self._ask("get", "bK", (Command.MULTI_GET, keys), form, limit)
         request = _requests("bK", Command.MULTI_GET, keys)
-        with self._client.connection("get", limit, waits=True) as connection:
-            self._await_keys(connection, "get", keys, limit)
-            return connection.exchange(request, form, self._answer_by())
+        with self._client.connection("get", end - time.monotonic(), waits=True) as connection:
+            self._await_keys(connection, "get", keys, limit, end)
+            return connection.exchange(request, form, max(end, time.monotonic()) + _GRACE_S)
 
     def _wait(self, keys: list[str], limit: float) -> None:
-        if self._ask("wait", "bK", (Command.CHECK, keys), "b")[0] == READY:
+        end = time.monotonic() + limit
+        if self._ask("wait", "bK", (Command.CHECK, keys), "b", limit)[0] == READY:
             return
         self._is_of_ours()  # before a connection is taken: to ask would take another
-        with self._client.connection("wait", limit, waits=True) as connection:
-            self._await_keys(connection, "wait", keys, limit)
+        with self._client.connection("wait", end - time.monotonic(), waits=True) as connection:
+            self._await_keys(connection, "wait", keys, limit, end)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
         self._demand_queues()
         request = _requests("bk", Command.QUEUE_POP, key)
+        end = time.monotonic() + (limit or 0.0)
         with self._client.connection("queue_pop", limit or 0.0) as connection:
-            value = self._popped(connection, request)
+            value = self._popped(connection, request, end)
         if value is None and limit is not None:
-            end = time.monotonic() + limit
-            with self._client.connection("queue_pop", limit, waits=True) as connection:
+            with self._client.connection("queue_pop", end - time.monotonic(), waits=True) as connection:
                 while value is None:
                     # Another client may be quicker after the wait, in which case it is waited again.
                     self._await_keys(connection, "queue_pop", [key], limit, end)
-                    value = self._popped(connection, request)
+                    value = self._popped(connection, request, end)
         if value is None:
             self._raise_queue_empty(key)
         return value
 
-    def _popped(self, connection: _native.StoreConnection, request: bytes) -> bytes | None:
-        deadline = self._answer_by()
+    def _popped(self, connection: _native.StoreConnection, request: bytes, end: float) -> bytes | None:
+        deadline = max(end, time.monotonic()) + _GRACE_S
         (length,) = connection.exchange(request, "n", deadline)
         return bytes(connection.replies("v", deadline)[0]) if length > 0 else None
 
@@ -381,7 +383,14 @@ class TCPStore(Store):
         """Returns when a request that the server answers at once must have been answered."""
         return time.monotonic() + self._seconds(None) + _GRACE_S
 
-    def _ask(self, operation: str, form: str, fields: tuple[Any, ...], replies: str) -> list[Any]:
+    def _ask(
+        self,
+        operation: str,
+        form: str,
+        fields: tuple[Any, ...],
+        replies: str,
+        most: float = math.inf,
+    ) -> list[Any]:
         """Returns the replies to requests that the server answers at once.
 
         Args:
@@ -389,13 +398,14 @@ class TCPStore(Store):
             form: of the fields, as of ``store_requests`` in the core.
             fields: of all requests.
             replies: a letter for each reply.
+            most: the limit of the call, where that is shorter than that of the store.
         """
-        limit = _timeout_of(self).total_seconds()
+        limit = min(_timeout_of(self).total_seconds(), most)
         limit = limit + _GRACE_S if limit > 0 else _GRACE_S
         found = self._client.at_once(operation, form, fields, replies, limit)
         if found is not None:
             return found
-        with self._client.connection(operation, self._seconds(None)) as connection:
+        with self._client.connection(operation, limit) as connection:
             return connection.ask(form, fields, replies, limit)
 
     def _await_keys(
@@ -404,10 +414,9 @@ class TCPStore(Store):
         operation: str,
         keys: list[str],
         limit: float,
-        end: float | None = None,
+        end: float,
     ) -> None:
         """Returns when all keys are there; raises the error of ``operation`` if they are not by ``end``."""
-        end = time.monotonic() + limit if end is None else end
         request = _requests("bK", Command.WAIT, keys)
         # torch's server without libuv wakes nobody for a compare_set.
         longest = math.inf if self._is_of_ours() else _LOOK_S
@@ -417,13 +426,13 @@ class TCPStore(Store):
             # torch's server keeps a client that it woke for a queue on its list, and wakes it early later on.
             # Cancelling takes it off; the check costs no more than that.
             canceled = _requests("bbK", Command.CANCEL_WAIT, Command.CHECK, keys)
-            if connection.exchange(canceled, "bb", self._answer_by())[1] == READY:
+            if connection.exchange(canceled, "bb", max(end, time.monotonic()) + _GRACE_S)[1] == READY:
                 return
             if time.monotonic() > end:
                 break
         probed = keys[:_KEYS_PROBED]
         checks = b"".join(_requests("bK", Command.CHECK, [key]) for key in probed)
-        answers = connection.exchange(checks, "b" * len(probed), self._answer_by())
+        answers = connection.exchange(checks, "b" * len(probed), time.monotonic() + _GRACE_S)
         missing = [key for key, answer in zip(probed, answers, strict=True) if answer != READY]
         self._raise_timeout(operation, missing or probed, limit)
 
@@ -456,6 +465,22 @@ class TCPStore(Store):
 def _trust(purpose: str) -> Trust:
     """Returns who may come in, and where this process may go, by the environment."""
     return Trust(derived_key(purpose), own_user_only())
+
+
+def refusals(store: Any) -> str:
+    """Returns whom the server of a store of this process has turned away, as a sentence; empty for nobody."""
+    server = store._server if isinstance(store, TCPStore) else None
+    if server is None or not server.native.refused:
+        return ""
+    if server.trust.key:
+        why = "without a proof of this job's secret"
+    else:
+        why = "of other users or machines, or with a job secret, which this process does not have"
+    count = server.native.refused
+    return (
+        f" It has refused {count} connection{'s' if count > 1 else ''} {why}; set {SECRET}, or "
+        f"{SECRET}_FILE, to the same for all processes of the job."
+    )
 
 
 def is_of_agent(port: int | str | None) -> bool:

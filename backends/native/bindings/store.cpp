@@ -23,6 +23,10 @@ void bind_store(nanobind::module_& module) {
       "peer_process",
       [](int socket) {
         const PeerProcess found = peer_process(socket);
+        if (found == PeerProcess::unknown) {
+          PyErr_SetFromErrno(PyExc_OSError);
+          throw nb::python_error();
+        }
         if (found == PeerProcess::elsewhere) return "elsewhere";
         return found == PeerProcess::of_this_user ? "of this user" : "of another user";
       },
@@ -51,7 +55,9 @@ void bind_store(nanobind::module_& module) {
       .def_prop_ro("running", &Server::running, nb::lock_self())
       .def_prop_ro("connections", &Server::connections, nb::lock_self(), "Open connections; for diagnosis.")
       .def_prop_ro("waiting", &Server::waiting, nb::lock_self(),
-                   "Clients in a wait or a barrier; for diagnosis.");
+                   "Clients in a wait or a barrier; for diagnosis.")
+      .def_prop_ro("refused", &Server::refused, nb::lock_self(),
+                   "Connections that were not let in; for diagnosis.");
 }
 
 }  // namespace collectives

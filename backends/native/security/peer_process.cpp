@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
@@ -81,7 +82,12 @@ struct Question {
   inet_diag_req_v2 request;
 };
 
-// Asks sock_diag(7). Nothing where it knows no such socket, or does not exist.
+bool is_of_resources(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
+// Asks sock_diag(7). Nothing where it knows no such socket, or does not exist; throws where there are no
+// resources to ask.
 std::optional<Found> ask(const Ends& ends) {
   Question question{};
   question.header.nlmsg_len = sizeof(question);
@@ -97,6 +103,7 @@ std::optional<Found> ask(const Ends& ends) {
   question.request.sdiag_protocol = IPPROTO_TCP;
   question.request.idiag_states = ~0U;
   const int link = ::socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
+  if (link < 0 && is_of_resources(errno)) throw std::system_error(errno, std::generic_category());
   if (link < 0) return std::nullopt;
   alignas(nlmsghdr) std::byte bytes[4096] = {};
   // It answers before `send` returns.
@@ -126,6 +133,7 @@ std::string shown(const __be32* address, std::size_t words, __be16 port) {
 
 std::optional<Found> look_up(const char* path, const std::string& source, const std::string& peer) {
   std::ifstream table(path);
+  if (!table && is_of_resources(errno)) throw std::system_error(errno, std::generic_category());
   std::string line;
   while (std::getline(table, line)) {
     std::istringstream fields(line);
@@ -158,7 +166,7 @@ std::optional<Found> look_up(const Ends& ends) {
 
 }  // namespace
 
-PeerProcess peer_process(int socket) {
+PeerProcess peer_process(int socket) try {
   Ends own;
   own.family = read_end(::getsockname, socket, own.source, own.source_port);
   if (own.family == 0 || read_end(::getpeername, socket, own.peer, own.peer_port) != own.family)
@@ -170,6 +178,9 @@ PeerProcess peer_process(int socket) {
   // A socket that its process has closed belongs to nobody, and shows as root's.
   if (!found || found->state != TCP_ESTABLISHED || found->inode == 0) return PeerProcess::elsewhere;
   return is_own_user(found->user) ? PeerProcess::of_this_user : PeerProcess::of_another_user;
+} catch (const std::system_error& error) {
+  errno = error.code().value();
+  return PeerProcess::unknown;
 }
 
 }  // namespace collectives

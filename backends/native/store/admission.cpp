@@ -4,15 +4,14 @@
 
 #include <cstring>
 
-#include "security/peer_process.hpp"
 #include "store/protocol.hpp"
 
 namespace collectives::store {
 
 static_assert(sizeof(kTurnedAway) - 1 + sizeof(kNoRoom) - 1 >= kNonceBytes);
 
-bool Admission::admits(int socket) const {
-  return !own_user_only || peer_process(socket) == PeerProcess::of_this_user;
+PeerProcess Admission::peer(int socket) const {
+  return own_user_only ? peer_process(socket) : PeerProcess::of_this_user;
 }
 
 std::optional<Handshake> Admission::handshake() const {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "security/handshake.hpp"
+#include "security/peer_process.hpp"
 
 namespace collectives::store {
 
@@ -15,8 +16,8 @@ struct Admission {
 
   bool asks_proof() const { return !key.empty(); }
 
-  // Whether a connection may stay, as far as shows before a proof.
-  bool admits(int socket) const;
+  // Whose a connection is, where that decides whether it may stay; else this user's.
+  PeerProcess peer(int socket) const;
 
   // What a new client has to go through before its first request; empty where no proof is asked for.
   std::optional<Handshake> handshake() const;

@@ -168,7 +168,13 @@ void Loop::accept_from(std::size_t listener) noexcept {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) pause_accepting(true);
       return;
     }
-    if (!admission_.admits(fd)) {
+    const PeerProcess peer = admission_.peer(fd);
+    if (peer == PeerProcess::unknown) {
+      turn_away(fd, false);
+      continue;
+    }
+    if (peer != PeerProcess::of_this_user) {
+      count_refused();
       descriptors_.close(fd);
       continue;
     }
@@ -191,19 +197,24 @@ int Loop::below_reserve(int fd) {
     descriptors_.close(high);
   }
   if (fd < 0 || limit.leaves_room(fd)) return fd;
+  turn_away(fd, !admission_.asks_proof());  // who has proved nothing learns no numbers
+  return -1;
+}
+
+void Loop::turn_away(int fd, bool in_numbers) {
+  const DescriptorLimit limit = descriptor_limit();
   std::array<char, 512> text{};
   const int size =
-      admission_.asks_proof()  // who has proved nothing learns no numbers
-          ? std::snprintf(text.data(), text.size(), "%s%s", kTurnedAway, kNoRoom)
-          : std::snprintf(
+      in_numbers
+          ? std::snprintf(
                 text.data(), text.size(),
                 "%s%zu clients are connected to the store's server, and its process may open %llu "
                 "descriptors, of which %llu are kept for other uses; raise `ulimit -n` where the server runs",
                 kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.all),
-                static_cast<unsigned long long>(limit.reserved));
+                static_cast<unsigned long long>(limit.reserved))
+          : std::snprintf(text.data(), text.size(), "%s%s", kTurnedAway, kNoRoom);
   static_cast<void>(::send(fd, text.data(), static_cast<std::size_t>(size), MSG_NOSIGNAL | MSG_DONTWAIT));
   descriptors_.close(fd);
-  return -1;
 }
 
 void Loop::admit(int fd) {
@@ -273,7 +284,11 @@ void Loop::on_event(ClientId client, std::uint32_t events) {
 }
 
 bool Loop::serve(Connection& connection, std::uint32_t events) {
-  if (connection.handshake) return go_on(connection.fd, connection.handshake);
+  if (connection.handshake) {
+    if (go_on(connection.fd, connection.handshake)) return true;
+    if (connection.handshake && !connection.handshake->ended()) count_refused();
+    return false;
+  }
   Session& session = connection.session;
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && session.room() > 0 && !receive(connection)) {
     return false;
@@ -324,6 +339,7 @@ void Loop::watch(ClientId client, Connection& connection) {
 
 // Closes the connection of a client that wants what it cannot have.
 void Loop::end(Connections::iterator found, const std::exception& error) noexcept {
+  if (!found->second.session.validated()) count_refused();
   static_cast<void>(flush(found->second));  // replies to what came before are still due
   note(found->second.session, error);
   drop(found->first);

@@ -48,6 +48,7 @@ class Loop {
   Descriptors& descriptors() { return descriptors_; }
   std::size_t connections() const { return connection_count_.load(std::memory_order_relaxed); }
   std::size_t waiting() const { return waiting_count_.load(std::memory_order_relaxed); }
+  std::size_t refused() const { return refused_count_.load(std::memory_order_relaxed); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -67,6 +68,10 @@ class Loop {
   int patience_ms() const;
   void accept_from(std::size_t listener) noexcept;
   int below_reserve(int fd);
+  // Closes a connection for which there is no room, and says so; `in_numbers`: to one of this user.
+  void turn_away(int fd, bool in_numbers);
+  // Relaxed: a number that nothing depends on.
+  void count_refused() { refused_count_.fetch_add(1, std::memory_order_relaxed); }
   bool make_room();
   void admit(int fd);
   void pause_accepting(bool pause);
@@ -104,6 +109,7 @@ class Loop {
   // Counters for observers; they order nothing.
   std::atomic<std::size_t> connection_count_{0};
   std::atomic<std::size_t> waiting_count_{0};
+  std::atomic<std::size_t> refused_count_{0};
 };
 
 }  // namespace collectives::store

@@ -96,5 +96,6 @@ void Server::abandon() {
 bool Server::running() const { return thread_ != nullptr; }
 std::size_t Server::connections() const { return loop_ == nullptr ? 0 : loop_->connections(); }
 std::size_t Server::waiting() const { return loop_ == nullptr ? 0 : loop_->waiting(); }
+std::size_t Server::refused() const { return loop_ == nullptr ? 0 : loop_->refused(); }
 
 }  // namespace collectives::store

@@ -39,6 +39,7 @@ class Server {
   bool running() const;
   std::size_t connections() const;  // open connections, as of the last turn of the loop
   std::size_t waiting() const;      // clients in a wait or a barrier, likewise
+  std::size_t refused() const;      // connections that were not let in, until now
 
  private:
   friend class ForkGuard;

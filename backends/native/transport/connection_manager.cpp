@@ -14,7 +14,6 @@
 #include "common/descriptor_limit.hpp"
 #include "memory/close_on_fork.hpp"
 #include "memory/event.hpp"
-#include "security/peer_process.hpp"
 #include "sockets/congestion_control.hpp"
 #include "state/rank_context.hpp"
 #include "transport/control_channel.hpp"
@@ -305,17 +304,16 @@ void ConnectionManager::accept_connections(int listener) {
       Descriptor socket = accept_tcp(each.socket);
       if (!socket) {
         if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
-        {
-          const std::lock_guard lock(mutex_);
-          error_text_ =
-              with_errno("rank " + std::to_string(context_.rank()) + " cannot take connections", errno);
-        }
+        set_error_text(cannot_take());
         // New connections stay in the kernel's queue meanwhile.
         for (const Listener& all : network_.listeners) remove(all.socket.get());
         accept_again_at_ = now_ns() + kDialAgain;
         return;
       }
-      if (!may_speak_with(socket)) continue;
+      if (const PeerProcess found = peer(socket); found != PeerProcess::of_this_user) {
+        if (found == PeerProcess::unknown) set_error_text(cannot_take());
+        continue;
+      }
       const bool crowded =
           pending_connections_.size() >= kMostPending || !descriptor_limit().leaves_room(socket.get());
       if (crowded && !pending_connections_.empty()) {
@@ -335,8 +333,17 @@ void ConnectionManager::accept_connections(int listener) {
   }
 }
 
-bool ConnectionManager::may_speak_with(const Descriptor& socket) const {
-  return !network_.own_user_only || peer_process(socket.get()) == PeerProcess::of_this_user;
+PeerProcess ConnectionManager::peer(const Descriptor& socket) const {
+  return network_.own_user_only ? peer_process(socket.get()) : PeerProcess::of_this_user;
+}
+
+std::string ConnectionManager::cannot_take() const {
+  return with_errno("rank " + std::to_string(context_.rank()) + " cannot take connections", errno);
+}
+
+void ConnectionManager::set_error_text(std::string text) {
+  const std::lock_guard lock(mutex_);
+  error_text_ = std::move(text);
 }
 
 void ConnectionManager::go_on(PendingConnection& pending) {
@@ -408,16 +415,18 @@ void ConnectionManager::finish_connect(Dial& dial) {
 
 void ConnectionManager::go_on(Dial& dial, Handshake& handshake) {
   // With its first bytes, because the other end may go once it has taken the connection.
-  const bool trusted = dial.looked_at || may_speak_with(dial.socket);
+  const PeerProcess found = dial.looked_at ? PeerProcess::of_this_user : peer(dial.socket);
+  const int shortage = found == PeerProcess::unknown ? errno : 0;
   dial.looked_at = true;
-  const Handshake::Status status = trusted ? handshake.step(dial.socket.get()) : Handshake::Status::refused;
+  const Handshake::Status status =
+      found == PeerProcess::of_this_user ? handshake.step(dial.socket.get()) : Handshake::Status::refused;
   if (status == Handshake::Status::goes_on) return;
   remove(dial.socket.get());
   if (status == Handshake::Status::proved) {
     const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
     return deliver(key, std::move(dial.socket));
   }
-  const int error = handshake.error();
+  const int error = shortage != 0 ? shortage : handshake.error();
   if (error == 0) {
     dial.error_text = "what listens at " + endpoint_of(dial).text() + ", where rank " +
                       std::to_string(std::get<0>(dial.key)) +
@@ -445,10 +454,7 @@ void ConnectionManager::retry(Dial& dial, int error) {
                        "' at " + endpoint_of(dial).text(),
                    error);
   }
-  {
-    const std::lock_guard lock(mutex_);
-    error_text_ = dial.error_text;
-  }
+  set_error_text(dial.error_text);
   const bool refused = error == ECONNREFUSED || error == ECONNRESET;
   if (!refused) dial.refused = 0;
   if (refused && dial.refused == 0) dial.refused = now;

@@ -27,6 +27,7 @@
 #include "common/thread.hpp"
 #include "memory/descriptor.hpp"
 #include "security/handshake.hpp"
+#include "security/peer_process.hpp"
 #include "state/hello.hpp"
 #include "state/membership.hpp"
 
@@ -107,7 +108,10 @@ class ConnectionManager {
   void handle(Source source, int fd, std::uint32_t events);
   void accept_connections(int listener);
   void go_on(PendingConnection& pending);
-  bool may_speak_with(const Descriptor& socket) const;
+  // Whose process has the other end, where that decides whether to speak with it; else this user's.
+  PeerProcess peer(const Descriptor& socket) const;
+  std::string cannot_take() const;
+  void set_error_text(std::string text);
   bool may_take(const Hello& hello) const;
   void start_connect(Dial& dial);
   void finish_connect(Dial& dial);

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives.store import FileStore
+from collectives.store.file.locked_file import LockedFile
 from collectives.store.file.log import HEADER_BYTES, MAGIC, DamagedError, Kind, encode_record, records
 from collectives.store.process import Life, ProcessIdentity, _start_of, current_process
 
@@ -121,13 +122,15 @@ class TestBadFiles:
         assert target.stat().st_size == 0
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-    def test_a_file_of_another_user_that_all_may_write_to(self, path):
+    @pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+    def test_a_file_that_another_user_has_laid_there(self, path, mode):
         path.touch()
         os.chown(path, 12345, -1)
-        path.chmod(0o666)
+        path.chmod(mode)
         with pytest.raises(collectives.DistStoreError, match=r"belongs to user 12345.*name another file"):
             FileStore(str(path), 1)
-        path.chmod(0o600)
+        assert path.stat().st_size == 0
+        os.chown(path, os.geteuid(), -1)
         FileStore(str(path), 1).close()
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may do everything")
@@ -220,9 +223,28 @@ def changed(process, **fields):
     return ProcessIdentity(**(vars(process) | fields))
 
 
-def test_reading_goes_on_from_the_last_position(path, monkeypatch):
-    from collectives.store.file.locked_file import LockedFile
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.wait(["never"]),
+        lambda store: store.queue_pop("never"),
+        lambda store: store.barrier("never", 2),
+    ],
+)
+def test_a_stopped_holder_of_the_lock_delays_a_call_little_beyond_its_limit(path, call):
+    store = FileStore(str(path), 2)
+    store.set_timeout(timedelta(seconds=0.3))
+    holder = LockedFile(str(path))  # as of another process: the lock is one of the open file
+    with holder.lock(True, 1.0):
+        start = time.monotonic()
+        with pytest.raises(collectives.DistStoreError, match=r"has held the lock of .* is it stopped"):
+            call(store)
+        assert time.monotonic() - start < 4
+    holder.close()
+    store.close()
 
+
+def test_reading_goes_on_from_the_last_position(path, monkeypatch):
     starts = []
     read = LockedFile.read
     one, two = FileStore(str(path), 2), FileStore(str(path), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from collectives.store import HashStore, PrefixStore
 from collectives.store.joining import world_rendezvous
 from collectives.store.joining.group_rendezvous import join_group
 from collectives.store.joining.world_rendezvous import leave_world
+from collectives.store.waiting import wait_for_keys
 
 LIMIT = timedelta(seconds=30)
 
@@ -81,7 +83,8 @@ def test_every_world_of_a_store_has_digits_of_its_own(kind: str, tmp_path: Path)
 def announce_attempt(store: Any, rank: int) -> int:
     """Does what a process does first that comes as a rank; returns the number of its attempt."""
     number = store.add("join/attempt", 1)
-    store.set(f"join/attempt/{number}", json.dumps({"rank": rank, "nonce": "0f"}))
+    about = {"rank": rank, "nonce": "0f", "world_size": 1 + rank, "process": "host:1"}
+    store.set(f"join/attempt/{number}", json.dumps(about))
     return int(number)
 
 
@@ -312,7 +315,8 @@ def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
         return join_world(store, 1, 2, "x", LIMIT)
 
     one_world(on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later))
-    assert b"a newer process has come as rank 1" in store.get(f"join/result/{older}")
+    refusal = store.get(f"join/result/{older}").decode()
+    assert re.search(r"two processes have come as rank 1: \S+ is taken for it, and host:1 refused", refusal)
 
 
 def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
@@ -329,7 +333,53 @@ def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
     for error in (alone, first):
         assert isinstance(error, dist.DistStoreError)
         assert error.missing_ranks == (2,)
-    assert "rank 1 is taken by process" in str(second)
+        assert "rank 2 did not come" in str(error)
+    both = r"two processes have come as rank 1: \S+ is taken for it, and \S+ refused"
+    for error in (alone, first, second):
+        assert re.search(both, str(error))
+    assert isinstance(second, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        (1, "it has made a world of 2 ranks, of which another process is rank 1 and has not left"),
+        (2, "it has made a world of 2 ranks, in which there is no rank 2; give all ranks the same world_s"),
+    ],
+)
+def test_who_comes_when_the_world_is_made_is_told_so(
+    rank: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(world_rendezvous, "_TELL_AFTER", timedelta(milliseconds=50))
+    monkeypatch.setattr(world_rendezvous, "_ANSWER_GRACE", timedelta(milliseconds=100))
+    store = dist.HashStore()
+    one_world(world_of(store, 2))
+    with pytest.raises(DistStoreError, match=re.escape(f"rank 0 did not answer within 0.2 s; {why}")):
+        join_world(store, rank, 3, "x", timedelta(milliseconds=200))
+    assert f"[rank {rank}] init_process_group: rank 0 has not answered for 0.05 s: {why}" in caplog.text
+
+
+def test_who_has_left_a_world_may_come_early_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_rendezvous, "_ANSWER_GRACE", timedelta(milliseconds=100))
+    store = dist.HashStore()
+    leave_world(PrefixStore(one_world(world_of(store, 2)), store), 1)
+    with pytest.raises(DistStoreError, match="either it did not come, or it has taken another process"):
+        join_world(store, 1, 2, "x", timedelta(milliseconds=200))
+
+
+@pytest.mark.parametrize("key", ["join/attempt/1", "join/info/1"])
+def test_all_hear_of_what_no_rank_publishes_and_may_try_again(key: str) -> None:
+    store = dist.HashStore()
+    number = announce_attempt(store, 2)
+    store.add("join/info", 1)
+    store.set("join/info/1", "{}")
+    store.set(key, "nonsense")
+    calls = [lambda r=r: join_world(store, r, 3, "x", LIMIT) for r in (0, 1)]  # type: ignore[misc]
+    for error in on_threads(*calls):
+        assert isinstance(error, DistStoreError)
+        assert "init_process_group: the store holds something unusable under 'join/" in str(error)
+    assert store.check([f"join/call/{number}"])
+    one_world(world_of(store, 3))
 
 
 def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
@@ -377,3 +427,12 @@ def test_what_rank_0_asks_to_form_a_world_does_not_grow_with_the_number_of_ranks
         for each in waiting:
             each.join()
     assert most[1] <= most[0] + 30, "more looks, where threads are slow"
+
+
+def test_short_waits_leave_no_lines_in_the_log_of_a_store_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = PrefixStore("a", torch_dist.PrefixStore("b", server))
+    assert not wait_for_keys(store, ["key"], timedelta(milliseconds=200))
+    store.set("key", "")
+    assert wait_for_keys(store, ["key"], timedelta(milliseconds=200))
+    assert capfd.readouterr().err == ""

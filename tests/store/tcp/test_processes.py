@@ -19,6 +19,7 @@ import pytest
 from forked import in_child
 from ports import free_port, listening
 from store_pairs import LONG
+from store_server import store_server
 from waiting import until
 
 import collectives
@@ -145,6 +146,34 @@ class TestProcesses:
             server.set("end", "")
             ranks.result(20)
         client.close()
+
+    def test_calls_at_a_server_that_is_stopped_end_soon_after_their_limits(self):
+        calls = [
+            lambda store: store.get("never"),
+            lambda store: store.wait(["never"]),
+            lambda store: store.queue_pop("never"),
+            lambda store: store.barrier("never", 2),
+            lambda store: store.set("key", "value"),
+            lambda store: store.add("count", 1),
+        ]
+        with store_server() as server, ThreadPoolExecutor(len(calls)) as threads:
+            clients = [TCPStore("127.0.0.1", server.port, timeout=LONG) for _ in calls]
+            for client in clients:
+                assert client.check([])
+                client.queue_len("never")  # knows whose server it is
+                client.set_timeout(timedelta(seconds=0.5))
+            pid = int(server.evaluate("os.getpid()"))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                start = time.monotonic()
+                for result in [*map(threads.submit, calls, clients)]:
+                    with pytest.raises(collectives.DistNetworkError, match=r"gave up|not answer in time"):
+                        result.result()
+                assert time.monotonic() - start < 9
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            for client in clients:
+                client.close()
 
     def test_closing_ends_a_call_that_still_connects(self, server):
         port = free_port()

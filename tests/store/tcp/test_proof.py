@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -300,6 +301,30 @@ class TestWithoutSecret:
                 port = int(server.evaluate("own.port"))
                 assert visit(port, VALIDATE_AND_PING, host=host, user=NOBODY) == [b""]
                 assert visit(port, VALIDATE_AND_PING + b"?", host=host) == [PONG]
+
+    def test_too_few_descriptors_do_not_read_as_a_stranger(self, server: TCPStore) -> None:
+        def connect(spare: int) -> str:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            taken = []
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            for descriptor in taken[:spare]:
+                os.close(descriptor)
+            try:
+                TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=0.3)).close()
+            except DistNetworkError as error:
+                return str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            return "came in"
+
+        told = [in_child(lambda spare=spare: connect(spare)) for spare in range(1, 5)]  # type: ignore[misc]
+        for text in told:
+            assert text == "came in" or "Too many open files" in text, text
+        assert told[0] != "came in"
+        assert told[-1] == "came in"
 
     def test_a_server_on_another_machine_is_refused_with_a_line_to_copy(self) -> None:
         with pytest.raises(

@@ -1,0 +1,168 @@
+"""What users are told who start a job with a mistake: which one, on every rank, long before the limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from harness import run_ranks
+from ports import free_port
+
+import collectives
+from collectives.store import TCPStore
+
+SECRET, OTHER = "the secret of this job, for its processes", "the secret of quite another job"
+FAR = 60.0
+"""A limit that nobody should wait for."""
+LATE = 0.7
+
+
+def start(
+    index: int,
+    count: int,
+    layer: str,
+    port: int,
+    limit: float,
+    environments: Sequence[dict[str, str]],
+    late: Sequence[int],
+) -> tuple[str, str, float]:
+    """Starts a process of a job; returns how it ended, and after how many seconds."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environments[index])
+    if index in late:
+        time.sleep(LATE)
+    began = time.monotonic()
+    dist, backend = (collectives, "host") if layer == "ours" else (torch.distributed, "collectives")
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 - looked at by the test
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def started(
+    layer: str, *environments: dict[str, str], limit: float = FAR, late: Sequence[int] = ()
+) -> list[Any]:
+    port = free_port()
+    unset = dict.fromkeys(["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+    return run_ranks(
+        start, len(environments), layer, port, limit, environments, late, isolated=True, env={**unset}
+    )
+
+
+def place(rank: int, size: int, **more: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), **more}
+
+
+LATE_ONES = [(), (0,), pytest.param((1, 2), marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("late", LATE_ONES)
+@pytest.mark.parametrize("layer", ["ours", "torch"])
+def test_a_world_that_rank_0_takes_for_smaller(layer: str, late: Sequence[int]) -> None:
+    for kind, text, _ in started(layer, place(0, 2), place(1, 3), place(2, 3), late=late):
+        assert kind == "ValueError"
+        assert "the ranks differ in world_size: rank 0 has 2, rank 1 has 3" in text
+
+
+@pytest.mark.parametrize("late", LATE_ONES)
+def test_a_world_that_rank_0_takes_for_larger(late: Sequence[int]) -> None:
+    for kind, text, _ in started("ours", place(0, 4), place(1, 2), late=late):
+        assert kind == "ValueError"
+        assert "the ranks differ in world_size: rank 0 has 4, rank 1 has 2" in text
+
+
+@pytest.mark.parametrize("layer", ["ours", pytest.param("torch", marks=pytest.mark.full)])
+def test_two_processes_of_one_rank(layer: str) -> None:
+    ended = started(layer, place(0, 3), place(1, 3), place(1, 3), limit=6.0, late=(2,))
+    for kind, text, _ in ended:
+        assert re.search(r"two processes have come as rank 1: \S+ is taken for it, and \S+ refused", text)
+        assert kind in {"ValueError", "DistStoreError"}
+    refused = [seconds for kind, _, seconds in ended if kind == "ValueError"]
+    assert len(refused) == 1
+    assert refused[0] < 5.0
+    assert sum("rank 2 did not come within 6 s" in text for _, text, _ in ended) == 2
+
+
+def test_two_processes_of_rank_0() -> None:
+    ended = started("ours", place(0, 2), place(0, 2), limit=3.0)
+    assert sum("EADDRINUSE" in text and "another process with RANK=0" in text for _, text, _ in ended) == 1
+    assert sum("rank 1 did not come within 3 s" in text for _, text, _ in ended) == 1
+
+
+@pytest.mark.parametrize("layer", ["ours", "torch"])
+@pytest.mark.parametrize("others", [{"COLLECTIVES_SECRET": OTHER}, {}])
+@pytest.mark.parametrize(
+    "at", [1, pytest.param(0, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
+def test_one_rank_with_another_secret_or_none(layer: str, others: dict[str, str], at: int) -> None:
+    environments = [
+        place(rank, 3, **({"COLLECTIVES_SECRET": SECRET} if rank != at else others)) for rank in range(3)
+    ]
+    # Our server lets no stranger end the job, so that those who are right wait for those who are not.
+    ended = started(layer, *environments, limit=8.0 if layer == "ours" else FAR)
+    for _, text, _ in ended:
+        assert "COLLECTIVES_SECRET" in text, text
+        assert "limit 0" not in text
+        assert OTHER not in text
+        assert SECRET not in text
+    if layer == "ours":
+        refused = [1, 2] if at == 0 else [at]
+        assert max(ended[rank][2] for rank in refused) < 7.0
+        assert "It has refused" in ended[0][1]
+        assert "did not come within 8 s" in ended[0][1]
+
+
+def test_a_refusal_is_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setenv("COLLECTIVES_SECRET", OTHER)
+    began = time.monotonic()
+    with pytest.raises(collectives.DistNetworkError, match="is not trusted: it does not know this job's sec"):
+        join_as_rank_1(server.port, 20.0)
+    assert time.monotonic() - began < 15.0
+    server.close()
+
+
+def test_a_server_that_never_comes_is_told_with_the_real_time() -> None:
+    with pytest.raises(collectives.DistNetworkError) as caught:
+        join_as_rank_1(free_port(), 1.5)
+    found = re.search(r"gave up after ([\d.]+) s \(limit 1\.5 s\) and (\d+) attempts", str(caught.value))
+    assert found is not None, caught.value
+    assert float(found[1]) >= 1.4
+    assert int(found[2]) >= 3
+
+
+def test_a_server_that_ends_and_does_not_come_again() -> None:
+    """The first cause is told, too."""
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+
+    class Ends(threading.Thread):
+        def run(self) -> None:
+            server.wait(["collectives/join/attempt/1"])
+            server.close()
+
+    ends = Ends()
+    ends.start()
+    with pytest.raises(collectives.DistNetworkError) as caught:
+        join_as_rank_1(server.port, 2.0)
+    ends.join()
+    text = str(caught.value)
+    assert text.startswith("[rank 1] init_process_group: the store has failed before rank 0 has answered")
+    assert "look at rank 0" in text
+    assert text.endswith("no other server has come within the limit of 2 s")
+
+
+def join_as_rank_1(port: int, limit: float) -> None:
+    collectives.init_process_group(
+        "host", f"tcp://127.0.0.1:{port}", timedelta(seconds=limit), world_size=2, rank=1
+    )
