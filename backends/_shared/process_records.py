@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any
 
@@ -18,6 +18,7 @@ from collectives.errors import DistBackendError, DistError, DistStoreError, Peer
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
 from collectives.store.records import demand, fetch, publish, read
+from collectives.store.waiting import delete_keys
 from collectives.threads import start_thread
 
 __all__ = ["Liveness"]
@@ -32,6 +33,20 @@ _PUBLISH_SECONDS = 1.0
 
 _ANY_DEPARTURE = "departures"
 """Key that is there as soon as a rank has published a departure, so that one look tells that none has."""
+
+
+_LEFT = "left"
+"""Key with the number of ranks that have left."""
+
+
+def _soon(use_store: Callable[[], None]) -> None:
+    """Runs what uses a store that may never answer; blocks for a second at most."""
+    try:
+        thread = start_thread(use_store, "exit reason")
+    except DistBackendError:  # at the interpreter's end no thread begins
+        use_store()
+    else:
+        thread.join(_PUBLISH_SECONDS)
 
 
 class Liveness:
@@ -69,12 +84,23 @@ class Liveness:
                 publish(self._store, key, record)
                 self._store.set(_ANY_DEPARTURE, "1")
 
-        try:
-            thread = start_thread(tell, "exit reason")
-        except DistBackendError:  # at the interpreter's end no thread begins
-            tell()
-        else:
-            thread.join(_PUBLISH_SECONDS)
+        _soon(tell)
+
+    def leave(self, also: Callable[[], None]) -> None:
+        """Takes the records away where all other ranks have called this, too; nobody reads them any more.
+
+        Args:
+            also: called then.
+        """
+
+        def count() -> None:
+            with contextlib.suppress(Exception):
+                if self._store.add(_LEFT, 1) == self._size:
+                    own = [f"{kind}/{rank}" for kind in ("process", "exit") for rank in range(self._size)]
+                    delete_keys(self._store, [*own, "lost", _ANY_DEPARTURE, _LEFT])
+                    also()
+
+        _soon(count)
 
     def withdraw(self) -> None:
         """Withdraws the own record: from now on the end of this process is no loss."""

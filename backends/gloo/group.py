@@ -51,6 +51,7 @@ from collectives.errors import DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
+from collectives.store.waiting import delete_keys
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
@@ -475,3 +476,9 @@ class ProcessGroupGloo(ProcessGroup):
         """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
         self._messages.release()
         self._torch.release()
+        self._liveness.leave(self._delete_keys)
+
+    def _delete_keys(self) -> None:
+        """Deletes what the ranks agreed on when the group was formed."""
+        kinds = ["devices", "connected", *(f"gloo/{context}" for context in range(self._contexts))]
+        delete_keys(self._store, [f"{kind}/{rank}" for kind in kinds for rank in range(self._size)])

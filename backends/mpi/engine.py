@@ -43,6 +43,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.store.records import as_text, fetch, publish
+from collectives.store.waiting import delete_keys
 
 __all__ = ["Engine"]
 
@@ -451,6 +452,11 @@ class Engine:
             broken, reason = aborted_by(self.where, self._rank)
             self._liveness.publish_lost(Departure(self._rank, reason))
             self._break(broken)
+        self._liveness.leave(self._delete_keys)
+
+    def _delete_keys(self) -> None:
+        kinds = ("", "calls/", "waiting/")
+        delete_keys(self._store, [f"{kind}{rank}" for kind in kinds for rank in range(self._size)])
 
     def shutdown(self) -> bool:
         """Finishes what was issued, then ends the group; returns whether nothing of it is left in MPI.
@@ -466,4 +472,5 @@ class Engine:
             already, self.ended = self.ended, True
         if not already:
             self._liveness.withdraw()
+            self._liveness.leave(self._delete_keys)
         return self.cause is None and not already

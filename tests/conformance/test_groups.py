@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance.test_works import eventually
 from harness import current_store, run_ranks
 
 from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
@@ -246,6 +247,8 @@ def ends(rank: int, size: int, backend: str) -> None:
     again.shutdown()
     with pytest.raises(GroupAbortedError):
         again.allreduce(torch.ones(1)).wait()
+    left = [PrefixStore(name, current_store()) for name in "ab"]
+    assert eventually(lambda: not any(store.list_keys() for store in left)), [s.list_keys() for s in left]
 
 
 def test_shutdown_and_abort_are_idempotent(backend: str, world_size: int) -> None:
