@@ -6,6 +6,7 @@ import torch
 
 import collectives
 from collectives import ProcessGroup
+from collectives.api.groups import group_beside_torch
 from collectives.core.forwarding import group_behind
 
 __all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group", "subgroup_of_machine"]
@@ -14,20 +15,22 @@ __all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group",
 def resolve_group(group: object) -> ProcessGroup:
     """Returns ``group``, the group within it where it is one of torch's, the default group for ``None``.
 
+    One of torch's own over Gloo gets one of ours beside it, which all its ranks make here.
+
     Raises:
         TypeError: ``group`` is no process group of this package.
         ValueError: it is ``None`` and there is no default group.
     """
     if group is None:
-        default = default_group_or_none()
+        default = default_group_or_none(make=True)
         if default is None:
             raise ValueError(f"there is no default process group; {_way_out()}, or pass process_group")
         return default
-    ours = group_behind(group)
+    ours = group_behind(group) or group_beside_torch(group, make=True)
     if ours is None:
         raise TypeError(
-            f"process_group must be a collectives.ProcessGroup, but is {group!r} of type "
-            f"{type(group).__module__}.{type(group).__name__}; {_way_out()}, or make one with "
+            f"process_group must be a collectives.ProcessGroup, or one of torch over Gloo, but is {group!r} "
+            f"of type {type(group).__module__}.{type(group).__name__}; {_way_out()}, or make one with "
             "collectives.new_group()"
         )
     return ours
@@ -44,12 +47,16 @@ def _way_out() -> str:
     return "call collectives.init_process_group() first"
 
 
-def default_group_or_none() -> ProcessGroup | None:
-    """Returns the default group, or torch's where it is one of this package; ``None`` without."""
-    group = collectives.GroupMember.WORLD
+def default_group_or_none(*, make: bool = False) -> ProcessGroup | None:
+    """Returns the default group, or torch's as :func:`resolve_group`; ``None`` without.
+
+    Args:
+        make: whether to make what stands for one of torch's own; called by all ranks then.
+    """
+    group: object = collectives.GroupMember.WORLD
     if group is None and torch.distributed.is_initialized():
-        return group_behind(torch.distributed.group.WORLD)
-    return group_behind(group)
+        group = torch.distributed.group.WORLD
+    return group_behind(group) or group_beside_torch(group, make=make)
 
 
 def subgroup_of_machine(*, torch_world: bool) -> object:

@@ -96,7 +96,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             each forward that follows a synchronised one. ``None`` for ``True``.
         init_sync: whether ranks check that they wrap the same model, and rank 0's parameters and buffers are
             sent to all; ``False`` where they are known to be equal.
-        process_group: the ranks; ``None`` for the default group.
+        process_group: the ranks, as a group of this package or of torch over Gloo; ``None`` for the default
+            group, of ``torch.distributed`` where there is none of this package.
         bucket_cap_mb: size in MiB at which a bucket is full; ``None`` for 25. The first bucket is full at 1
             MiB. Zero reduces every gradient by itself.
         find_unused_parameters: whether ranks may leave out parameters in the backward pass. Such a rank
@@ -120,7 +121,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         mixed_precision: a :class:`~collectives.ddp.MixedPrecision`, or torch's: data types for parameters and
             inputs in forward and backward, for the reduction, for buffers. Parameters, their gradients and
             ``state_dict`` keep their own types.
-        device_mesh: a mesh of one dimension over groups of this package, instead of ``process_group``.
+        device_mesh: a mesh of one dimension over such groups, instead of ``process_group``.
         skip_all_reduce_unused_params: whether gradients are not sent that no rank has, as where all ranks
             drop the same layers; implies ``find_unused_parameters``. With a communication hook, whole
             buckets only. What forward returns must lead to all parameters that get gradients. Walks the

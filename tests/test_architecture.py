@@ -49,6 +49,7 @@ MAY_USE = {
 
 EXCEPTIONS = {
     ("collectives.ddp.default_group", "GroupMember"): "the group where the user names none",
+    ("collectives.ddp.default_group", "group_beside_torch"): "groups of the ranks of torch's own",
     ("collectives.ddp.default_group", "new_subgroups"): "the subgroup where the user names none",
     ("collectives.ddp.default_group", "split_group"): "groups of neighbours, for hierarchical averaging",
 }

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT,
 from collectives.backends.gloo.messages import Messages
 from collectives.backends.gloo.options import gloo_options, option_names
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
-from collectives.backends.gloo.rendezvous import connect
+from collectives.backends.gloo.rendezvous import connect, delete_keys_of
 from collectives.backends.gloo.torch_group import (
     TorchGroup,
     all_gather_single,
@@ -51,7 +52,6 @@ from collectives.errors import DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
-from collectives.store.waiting import delete_keys
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
@@ -140,6 +140,7 @@ class ProcessGroupGloo(ProcessGroup):
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
         self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
+        self._delete_keys = partial(delete_keys_of, store, self._size, self._contexts)
         self._liveness.read_records()
         self._operations = Operations(self.flight_record)
         self._messages = Messages(self, self._rank, self._size)
@@ -477,8 +478,3 @@ class ProcessGroupGloo(ProcessGroup):
         self._messages.release()
         self._torch.release()
         self._liveness.leave(self._delete_keys)
-
-    def _delete_keys(self) -> None:
-        """Deletes what the ranks agreed on when the group was formed."""
-        kinds = ["devices", "connected", *(f"gloo/{context}" for context in range(self._contexts))]
-        delete_keys(self._store, [f"{kind}/{rank}" for kind in kinds for rank in range(self._size)])

@@ -11,8 +11,9 @@ from collectives.errors import DistBackendError
 from collectives.registry.backends import GroupOptions
 from collectives.store.prefix import PrefixStore
 from collectives.store.records import as_bytes, as_text, fetch_all, publish, read, written
+from collectives.store.waiting import delete_keys
 
-__all__ = ["connect"]
+__all__ = ["connect", "delete_keys_of"]
 
 
 class _ProvedStore(PrefixStore):
@@ -68,6 +69,18 @@ def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any
             f"{options.size} ranks run, whether the store is not one of an earlier run, and whether "
             "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
         ) from error
+
+
+def delete_keys_of(store: Any, size: int, contexts: int) -> None:
+    """Deletes what the ranks of a group have told each other to connect, where the store can delete.
+
+    Args:
+        store: the store that they connected by.
+        size: number of ranks.
+        contexts: number of Gloo's contexts.
+    """
+    kinds = ["devices", "connected", *(f"gloo/{context}" for context in range(contexts))]
+    delete_keys(store, [f"{kind}/{rank}" for kind in kinds for rank in range(size)])
 
 
 def _connect_together(options: GroupOptions, store: Any, chosen: Any) -> Any:

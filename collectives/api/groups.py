@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import device_mesh
@@ -31,7 +32,7 @@ from collectives.errors import DistBackendError, DistNetworkError
 from collectives.logs import Log
 from collectives.registry import backends as registry
 from collectives.registry.by_device import ProcessGroupByDevice
-from collectives.registry.names import BackendConfig, default_timeout
+from collectives.registry.names import Backend, BackendConfig, default_timeout
 from collectives.store import PrefixStore
 from collectives.store.joining.group_rendezvous import join_group
 from collectives.store.joining.world_rendezvous import KEYS
@@ -640,6 +641,46 @@ def _check(group: ProcessGroup, excluded: list[int], flags: int) -> None:
         raise RuntimeError(
             f"{where}: this rank is in ranks_to_exclude {excluded}; only those that are left call this"
         )
+
+
+_beside_torch: WeakKeyDictionary[object, ProcessGroup] = WeakKeyDictionary()
+
+
+def group_beside_torch(group: object, *, make: bool) -> ProcessGroup | None:
+    """Returns the gloo group of the ranks of one of torch's; ``None`` where that is none of Gloo.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``, not of this package.
+        make: whether to make it where there is none yet, which all its ranks do, and which blocks until they
+            are connected. The connections are its own, over the same devices: what breaks one of our groups
+            must not break the program's.
+    """
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        return None
+    made = _beside_torch.get(group)
+    if made is None and make:
+        theirs: Any = group
+        parts = [theirs._get_backend(device) for device in theirs._device_types if device.type == "cpu"]
+        if not parts or parts[0].name() != Backend.GLOO:
+            return None
+        options = getattr(parts[0], "wrapped_pg", parts[0]).options  # of what compares its operations
+        members = torch.distributed.get_process_group_ranks(group)
+        scope = f"torch's gloo group {group.group_name} of {members}"
+        made = registry.create_group(
+            Backend.GLOO,
+            registry.GroupOptions(
+                store=PrefixStore("collectives", theirs.get_group_store(), scope=scope),
+                rank=group.rank(),
+                size=group.size(),
+                timeout=options._timeout,
+                group_name=group.group_name,
+                group_desc=group.group_desc,
+                global_ranks=tuple(members),
+                pg_options={"_threads": options._threads, "_devices": options._devices},
+            ),
+        )
+        _beside_torch[group] = made
+    return made
 
 
 def init_device_mesh(

@@ -19,8 +19,7 @@ def group_of(process_group: object | None, device_mesh: object | None) -> Proces
 
     Args:
         process_group: as given by the user.
-        device_mesh: a mesh of one dimension, as from ``torch.distributed.init_device_mesh``, over groups of
-            this package.
+        device_mesh: a mesh of one dimension over such groups, as from ``torch.distributed.init_device_mesh``.
 
     Raises:
         TypeError: an argument is of another kind.

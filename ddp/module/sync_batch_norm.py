@@ -108,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
         """Returns the group whose ranks normalise together; ``None`` where this rank does so alone."""
         if not self.training:
             return None
-        group = default_group_or_none() if self.process_group is None else self.process_group
+        group = default_group_or_none(make=True) if self.process_group is None else self.process_group
         return None if group is None or group.size() == 1 else group
 
     @leave_uncompiled
