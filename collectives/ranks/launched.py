@@ -21,11 +21,12 @@ import cloudpickle
 from torch.distributed import DistError
 
 from collectives.ranks.launching import Failed
-from collectives.ranks.processes import connect
+from collectives.ranks.processes import connect, signal_at_end_of_parent
 
 
 def _main(words: Sequence[str]) -> None:
     address, rank = words
+    signal_at_end_of_parent(signal.SIGCONT)  # a stopped one must go on to end, with what it has started
     with connect(address, int(rank)) as connection:
         working = threading.Event()
         watch = (connection.fileno(), working)

@@ -9,6 +9,7 @@ ends all of them (:meth:`RankProcesses.ask`, :meth:`RankProcesses.gather`), or t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -38,7 +39,10 @@ __all__ = [
     "commands",
     "connect",
     "run_body",
+    "signal_at_end_of_parent",
 ]
+
+_SET_PDEATHSIG = 1
 
 GRACE_S = 2.0
 """How long a rank that was told to end may take before it is killed."""
@@ -79,6 +83,11 @@ def connect(address: str, rank: int) -> Connection:
         connection = Connection(plug.detach())
     connection.send(rank)
     return connection
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Has the kernel send this process a signal when its parent ends, though it be stopped then."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def commands(connection: Connection) -> Iterator[Any]:
@@ -228,7 +237,7 @@ class SpawnedRanks(RankProcesses):
     """Ranks started by ``torch.multiprocessing``.
 
     Each runs ``body(rank, connection, *args)``, then waits for the parent to close. A rank whose parent is
-    gone gets SIGINT.
+    gone is killed.
 
     Args:
         size: number of ranks.
@@ -397,6 +406,7 @@ def run_body(rank: int, connection: Connection, body: Callable[..., None], args:
 def _spawned(
     rank: int, address: str, environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
+    signal_at_end_of_parent(signal.SIGKILL)  # torch's is one that a stopped process does not get
     os.environ.clear()  # a forked rank has that of the server
     os.environ.update(environment)
     with connect(address, rank) as connection:

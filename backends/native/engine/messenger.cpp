@@ -339,9 +339,11 @@ std::shared_ptr<Messenger::Message> Messenger::open_message(int source, Inbox& b
   Frame frame;
   box.read(&frame, sizeof(frame));
   if (!is_dtype(frame.dtype)) {
-    context_->abort("rank " + std::to_string(rank_) + " received a message of the unknown data type " +
-                    std::to_string(frame.dtype) + " from rank " + std::to_string(source) +
-                    "; install one version for all ranks");
+    context_->fail_group(ErrorKind::aborted,
+                         context_->name_of_rank(source) + " sent rank " + std::to_string(rank_) +
+                             " a message of the unknown data type " + std::to_string(frame.dtype) +
+                             "; install one version for all ranks",
+                         {.rank = source});
     return std::make_shared<Message>(Message{source, frame.tag, DType::uint8, frame.bytes, 0, {}, {}});
   }
   auto message = std::make_shared<Message>(

@@ -288,12 +288,7 @@ bool RankContext::dead(int rank) const noexcept {
     pollfd ended{.fd = process->get(), .events = POLLIN, .revents = 0};
     return ::poll(&ended, 1, 0) > 0;
   }
-  // A process id says something only among those that count alike.
-  const Status& theirs = page(rank).status;
-  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
-  return id > 0 && process_space_ != 0 &&
-         theirs.process_space.load(std::memory_order_relaxed) == process_space_ && ::kill(id, 0) != 0 &&
-         errno == ESRCH;
+  return process_state(rank).ended;
 }
 
 bool RankContext::departed(int rank) const noexcept {

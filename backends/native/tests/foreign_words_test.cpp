@@ -135,6 +135,8 @@ void test_frame_of_no_dtype() {
   std::byte data{};
   const Error error = error_of_task(*victim.group().receive({0, 0, DType::uint8, 1}, &data, kLimit));
   CHECK(error.kind() == ErrorKind::aborted);
+  CHECK(error.rank() == 0);  // whose it is, not who found it
+  CHECK(error.message().find("rank 0 sent rank 1") != std::string::npos);
   CHECK(error.message().find("unknown data type 46") != std::string::npos);
 }
 

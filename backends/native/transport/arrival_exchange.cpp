@@ -254,8 +254,11 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
 }
 
 void ArrivalExchange::not_understood(const Peer& peer) const {
-  context_.abort(context_.name_of_rank(peer.leader) + " sent a frame that rank " +
-                 std::to_string(context_.rank()) + " does not understand; install one version for all");
+  context_.fail_group(ErrorKind::aborted,
+                      context_.name_of_rank(peer.leader) + " sent a frame that rank " +
+                          std::to_string(context_.rank()) +
+                          " does not understand; install one version for all",
+                      {.rank = peer.leader});
   context_.check_unbroken();
 }
 

@@ -32,6 +32,8 @@ constexpr int kAcceptsPerTurn = 64;  // whatever crowd comes, ranks are served i
 constexpr Nanoseconds kRefusalLimit = 700 * kMillisecond;
 constexpr Nanoseconds kDialAgain = 100 * kMillisecond;
 constexpr Nanoseconds kDialLimit = 60 * kSecond;
+// The same for a control connection that has ended: its machine may have vanished with it.
+constexpr Nanoseconds kDialAgainLimit = 3 * kSecond;
 // How long a leader waits for the others to acknowledge its departure.
 constexpr Nanoseconds kDepartureLimit = 500 * kMillisecond;
 constexpr int kMostIndex = 64;
@@ -91,6 +93,18 @@ void ConnectionManager::dial(int rank, Purpose purpose, int index) {
     const std::lock_guard lock(mutex_);
     const Key key{rank, purpose, index};
     if (!asked_.insert(key).second) return;
+    wanted_.push_back(key);
+  }
+  signal_event(wake_);
+}
+
+void ConnectionManager::dial_again(int leader) {
+  const Key key{leader, Purpose::control, 0};
+  const bool under_way =
+      std::any_of(dials_.begin(), dials_.end(), [&](const Dial& each) { return each.key == key; });
+  if (under_way) return;
+  {
+    const std::lock_guard lock(mutex_);
     wanted_.push_back(key);
   }
   signal_event(wake_);
@@ -217,9 +231,12 @@ void ConnectionManager::poll_once() {
   }
   const Nanoseconds now = now_ns();
   for (const Key& key : wanted) {
+    const bool again = std::get<1>(key) == Purpose::control && control_->was_linked(std::get<0>(key));
+    const Nanoseconds limit = again ? kDialAgainLimit : kDialLimit;
     dials_.push_back(Dial{.key = key,
                           .asked = now,
-                          .give_up_at = now + kDialLimit,
+                          .limit = limit,
+                          .give_up_at = now + limit,
                           .socket = {},
                           .handshake = {},
                           .looked_at = false,
@@ -356,7 +373,9 @@ void ConnectionManager::go_on(PendingConnection& pending) {
   if (status != Handshake::Status::asks) return;  // dropped without an answer
   const Hello hello = hello_of(node.mapped().handshake);
   const Key key{hello.from, hello.purpose, hello.index};
-  if (!may_take(hello) || !accepted_.insert(key).second) return;
+  // The other leader finds out first where a control connection has ended.
+  const bool again = hello.purpose == Purpose::control;
+  if (!may_take(hello) || !(accepted_.insert(key).second || again)) return;
   if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket));
 }
 
@@ -434,7 +453,7 @@ void ConnectionManager::go_on(Dial& dial, Handshake& handshake) {
                       "give all ranks the same job secret (COLLECTIVES_SECRET)";
   }
   dial.socket.reset();
-  dial.give_up_at = dial.asked + kDialLimit;
+  dial.give_up_at = dial.asked + dial.limit;
   retry(dial, error);
 }
 
@@ -464,6 +483,11 @@ void ConnectionManager::retry(Dial& dial, int error) {
 }
 
 void ConnectionManager::fail(Dial& dial, ErrorKind kind) {
+  const auto [rank, purpose, index] = dial.key;
+  if (purpose == Purpose::control && control_->was_linked(rank)) {
+    dial.key = Key{-1, Purpose::control, 0};
+    return control_->is_not_there(rank, kind == ErrorKind::peer_lost);
+  }
   std::string text = dial.error_text;
   text +=
       kind == ErrorKind::peer_lost
@@ -472,7 +496,7 @@ void ConnectionManager::fail(Dial& dial, ErrorKind kind) {
             "others in COLLECTIVES_SOCKET_IFNAME on each";
   {
     const std::lock_guard lock(mutex_);
-    failed_.emplace(dial.key, Error(kind, text, {.rank = std::get<0>(dial.key)}));
+    failed_.emplace(dial.key, Error(kind, text, {.rank = rank}));
   }
   dial.key = Key{-1, Purpose::control, 0};
   changes_.fetch_add(1, std::memory_order_release);

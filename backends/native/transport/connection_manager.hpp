@@ -91,6 +91,7 @@ class ConnectionManager {
   struct Dial {
     Key key;
     Nanoseconds asked = 0;     // when it was asked for
+    Nanoseconds limit = 0;     // for how long, unless somebody listens there
     Nanoseconds refused = 0;   // since when nobody listens there, 0 where that is not so
     Nanoseconds again_at = 0;  // when to try again, where there is no socket
     Nanoseconds give_up_at = 0;
@@ -104,6 +105,8 @@ class ConnectionManager {
 
   // All below on this object's own thread.
   void serve() noexcept;
+  // Makes a control connection that has ended anew. The control channel hears of it, or that it fails.
+  void dial_again(int leader);
   void poll_once();
   void handle(Source source, int fd, std::uint32_t events);
   void accept_connections(int listener);

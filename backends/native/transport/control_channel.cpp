@@ -47,7 +47,7 @@ bool says_vanished(int error) noexcept {
 
 }  // namespace
 
-ControlChannel::ControlChannel(RankContext& context, const ConnectionManager& connections)
+ControlChannel::ControlChannel(RankContext& context, ConnectionManager& connections)
     : context_(context), connections_(connections) {
   for (const int rank : context_.topology().local()) {
     locals_.push_back({.rank = rank, .last = {}, .sent = {}, .gone = {}});
@@ -263,13 +263,26 @@ void ControlChannel::link_ended(Link& link, int error) {
   const bool told_own_exit = std::any_of(locals_.begin(), locals_.end(), [this](const Local& local) {
     return local.rank == context_.rank() && local.gone;
   });
-  if (told_own_exit) return;  // at which the other leader closes its end
+  // At a told exit the other leader closes its end. There may be a newer connection with it.
+  if (told_own_exit || is_linked(link.leader)) return;
+  if (says_vanished(error)) return is_not_there(link.leader, false);
+  connections_.dial_again(link.leader);
+}
+
+bool ControlChannel::is_linked(int leader) const {
+  return std::any_of(links_.begin(), links_.end(), [leader](const auto& entry) {
+    return entry.second.leader == leader && !entry.second.closing;
+  });
+}
+
+void ControlChannel::is_not_there(int leader, bool ended) {
+  if (is_linked(leader)) return;  // it has come by itself meanwhile
   const Topology& topology = context_.topology();
-  if (!says_vanished(error)) {
+  if (ended) {
     // Only this process is known to have ended; of the others of its machine nothing is known any more.
-    context_.record_remote_exit(link.leader, Presence::dead);
+    context_.record_remote_exit(leader, Presence::dead);
   } else {
-    for (const int rank : topology.machines[static_cast<std::size_t>(topology.of(link.leader))]) {
+    for (const int rank : topology.machines[static_cast<std::size_t>(topology.of(leader))]) {
       context_.record_remote_exit(rank, Presence::unreachable);
     }
   }
@@ -299,8 +312,14 @@ void ControlChannel::read(Link& link) {
   while (link.in.size() - position >= sizeof(Frame)) {
     Frame frame;
     std::memcpy(&frame, link.in.data() + position, sizeof(frame));
-    if (frame.bytes > kMostPayload || frame.rank < 0 || frame.rank >= context_.size())
-      return link_ended(link, EPROTO);
+    if (frame.bytes > kMostPayload || frame.rank < 0 || frame.rank >= context_.size()) {
+      link.closing = true;
+      return context_.fail_group(ErrorKind::aborted,
+                                 context_.name_of_rank(link.leader) + " sent a control frame of " +
+                                     std::to_string(frame.bytes) + " bytes about rank " +
+                                     std::to_string(frame.rank) + "; install one version for all ranks",
+                                 {.rank = link.leader});
+    }
     if (link.in.size() - position < sizeof(Frame) + frame.bytes) break;
     const std::string_view payload(link.in.data() + position + sizeof(Frame), frame.bytes);
     position += sizeof(Frame) + frame.bytes;

@@ -3,11 +3,12 @@
 //
 // Each pair of leaders has one connection for it, made when the group is formed. A leader finds the events of
 // its machine in its segment, and writes those of the others to their ranks' mirrors. A process that is
-// killed is seen by its descriptor on its own machine, or, where it is a leader, by the end of its connection
-// on the others. A machine that vanishes is known by what its kernel does not acknowledge: a connection on
-// which nothing was sent for a while carries a ping, which the other kernel acknowledges even where the
-// process is stopped. So a stopped process is never taken for a dead one. What is heard does not count: where
-// a link carries packets one way only, both sides find out at about the same time.
+// killed is seen by its descriptor on its own machine. A leader's connection ends with it, but the network
+// may end one too, so that it is made again: where nobody listens any more, the leader has ended. A machine
+// that vanishes is known by what its kernel does not acknowledge: a connection on which nothing was sent for
+// a while carries a ping, which the other kernel acknowledges even where the process is stopped. So a stopped
+// process is never taken for a dead one. What is heard does not count: where a link carries packets one way
+// only, both sides find out at about the same time.
 //
 // To be used on the connection manager's thread.
 #pragma once
@@ -33,7 +34,7 @@ struct Failure;
 
 class ControlChannel {
  public:
-  ControlChannel(RankContext& context, const ConnectionManager& connections);
+  ControlChannel(RankContext& context, ConnectionManager& connections);
   ~ControlChannel();
   ControlChannel(const ControlChannel&) = delete;
   ControlChannel& operator=(const ControlChannel&) = delete;
@@ -42,6 +43,11 @@ class ControlChannel {
   void add_link(int leader, Descriptor socket);
   // Whether all other leaders have been connected with.
   bool complete() const;
+  // Whether that leader ever was.
+  bool was_linked(int leader) const { return connected_.count(leader) != 0; }
+  // A connection with that leader has ended, and cannot be made again: its process has, or (not `ended`) its
+  // machine cannot be reached.
+  void is_not_there(int leader, bool ended);
 
   // An event of epoll on a descriptor that this added.
   void handle(int fd, std::uint32_t events);
@@ -105,10 +111,11 @@ class ControlChannel {
   void check_link(Link& link);
   // The connection has ended with this error, 0 for in order.
   void link_ended(Link& link, int error);
+  bool is_linked(int leader) const;
   void remove_closed();
 
   RankContext& context_;
-  const ConnectionManager& connections_;
+  ConnectionManager& connections_;
   std::map<int, Link> links_;  // by descriptor
   std::set<int> connected_;    // leaders that were ever connected with
   std::vector<Local> locals_;

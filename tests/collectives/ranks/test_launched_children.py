@@ -42,6 +42,10 @@ def is_running(pid):
         return False
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def ends(pid):
     deadline = time.monotonic() + 10
     while is_running(pid) and time.monotonic() < deadline:
@@ -74,7 +78,8 @@ collectives.launch(test_launched_children.start_and, ("waits",), nproc=2)
 """
 
 
-def test_they_end_where_the_caller_is_killed():
+@pytest.mark.parametrize("stopped", [False, True])
+def test_they_end_where_the_caller_is_killed(stopped):
     path = os.pathsep.join([str(Path(__file__).parent), PYTHONPATH])
     script = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
@@ -84,5 +89,8 @@ def test_they_end_where_the_caller_is_killed():
     )
     with script:
         lines = script.stdout.readline() + script.stdout.readline()
+        for child, _ in numbers(lines):
+            if stopped:
+                os.kill(parent_of(child), signal.SIGSTOP)
         script.kill()
     check(numbers(lines))

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import python_client
 import torch
 from sources import PYTHONPATH
 
@@ -154,15 +155,19 @@ collectives.launch(wait, (sys.argv[1],))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_of_a_script_end_with_it(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "stopped"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, False)]
+)
+def test_ranks_of_a_script_end_with_it(number, stopped, tmp_path):
     """The script has no guard around its call, and its function is not importable."""
     script, folder = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(SCRIPT, encoding="utf-8")
     folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    environment.pop(python_client.ADDRESS, None)  # the ranks are to be children of the script
     parent = subprocess.Popen(
         [sys.executable, script, folder],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        env=environment,
         stderr=subprocess.PIPE,
     )
     try:
@@ -170,6 +175,8 @@ def test_ranks_of_a_script_end_with_it(number, tmp_path):
         while len(pids := [int(name.suffix[1:]) for name in folder.iterdir()]) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        if stopped:
+            os.kill(pids[1], signal.SIGSTOP)
     finally:
         parent.send_signal(number)
         _, errors = parent.communicate()

@@ -91,7 +91,8 @@ def test_a_rank_that_cannot_begin_is_named():
 
 
 @pytest.mark.full
-def test_ranks_end_when_the_parent_is_killed(tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_end_when_the_parent_is_killed(stopped, tmp_path):
     script = (
         "import time\n"
         "import bench_bodies\n"
@@ -116,6 +117,8 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
             assert parent.stdout is not None
             assert parent.stdout.readline() == b"ready\n"
             pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
+            if stopped:
+                os.kill(pids[0], signal.SIGSTOP)
         finally:
             parent.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 20

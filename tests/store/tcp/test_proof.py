@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
-import no_sock_diag
 import pytest
+import refused_calls
 import torch.distributed as dist
 from forked import in_child
 from store_pairs import LONG
@@ -287,12 +287,12 @@ class TestWithoutSecret:
         assert not server.check(["evil"])
 
     @pytest.mark.full
-    @pytest.mark.skipif(not no_sock_diag.AVAILABLE, reason="needs the numbers of system calls here")
+    @pytest.mark.skipif(not refused_calls.AVAILABLE, reason="needs the numbers of system calls here")
     @pytest.mark.parametrize("host", ["127.0.0.1", "::1", socket.gethostname()])
     def test_users_are_told_apart_without_sock_diag(self, host: str) -> None:
         """The name of the machine stands for a socket of IPv6 that may speak IPv4."""
         with store_server() as server:
-            assert server.evaluate("__import__('no_sock_diag').refuse_sock_diag()") == "None"
+            assert server.evaluate("__import__('refused_calls').refuse_sock_diag()") == "None"
             arguments = "timeout=__import__('datetime').timedelta(seconds=10)"
             make = f"globals().update(own=TCPStore({host!r}, 0, is_master=True, {arguments}))"
             assert server.evaluate(make) == "None"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+import refused_calls
 import torch
 from harness import Died, current_store, run_ranks
 
@@ -143,3 +144,24 @@ def test_every_workload_names_the_dead(placement, victim):
     assert results[victim] == Died(-signal.SIGKILL)
     complaints = complaints_of(results, victim)
     assert not complaints, f"killed after {delay:.3f} s:\n" + "\n".join(complaints)
+
+
+def without_descriptors_of_processes(rank, size):
+    """A killed rank that its parent has not reaped, where the kernel knows no ``pidfd_open``."""
+    refused_calls.refuse_pidfd_open()
+    group = ProcessGroupHost(current_store(), rank, size, timedelta(seconds=60), group_name="group")
+    group.barrier().wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(dist.PeerLostError) as info:
+        group.barrier().wait()
+    assert info.value.rank == 1
+    return time.monotonic() - began
+
+
+@pytest.mark.skipif(not refused_calls.AVAILABLE, reason="needs the numbers of system calls here")
+def test_a_rank_that_nobody_has_reaped_is_dead():
+    results = run_ranks(without_descriptors_of_processes, 3, isolated=True, lost=[1])
+    assert results[1] == Died(-signal.SIGKILL)
+    assert max(results[0], results[2]) < 15
