@@ -14,15 +14,19 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.autograd.dynamo import run_module, splits_graphs
-from collectives.ddp.autograd.transforms import outside_transforms
+from collectives.ddp.autograd.dynamo import outside_transforms, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
 from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
-from collectives.ddp.module.arguments import check_delayed, check_hook, check_parameters, group_of
+from collectives.ddp.module.arguments import (
+    ModuleDevices,
+    check_delayed,
+    check_hook,
+    check_parameters,
+    group_of,
+)
 from collectives.ddp.module.buffers import BufferSync, refuse_overlaps
-from collectives.ddp.module.devices import ModuleDevices
 from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.module.structure import Structure
 from collectives.ddp.reducer.backward_pass import Forward

@@ -17,13 +17,18 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.mpi.communicators import make_communicators
 from collectives.backends.mpi.cuda import copy_own, why_no_cuda
-from collectives.backends.mpi.dispatch import Dispatcher
+from collectives.backends.mpi.dispatch import Dispatcher, FastPath
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.fast_path import FastPath
 from collectives.backends.mpi.libmpi import library
-from collectives.backends.mpi.messages.buffers import Buffers, check_length
-from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
-from collectives.backends.mpi.messages.tags import Tags
+from collectives.backends.mpi.messages import (
+    Arithmetic,
+    Buffers,
+    MessageExchange,
+    Tags,
+    arithmetic_of,
+    check_length,
+    cut,
+)
 from collectives.backends.mpi.native_exchange import MOST_RANKS, NativeExchange
 from collectives.backends.mpi.unfinished import Unfinished
 from collectives.backends.mpi.work import Until

@@ -19,7 +19,7 @@ import torch
 
 import collectives._native as _native
 from collectives.backends.mpi.libmpi import Library
-from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
+from collectives.backends.mpi.messages import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps, Until
 
 __all__ = ["MOST_RANKS", "NativeExchange", "steps_of"]

@@ -9,7 +9,7 @@ from typing import Any
 import collectives._native as _native
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import part_of
-from collectives.backends.mpi.messages.buffers import check_length
+from collectives.backends.mpi.messages import check_length
 from collectives.backends.mpi.native_exchange import steps_of
 from collectives.backends.mpi.work import MPIWork, ProgressEngine
 from collectives.core.operations import OPERATIONS, Operand

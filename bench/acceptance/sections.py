@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ import torch
 from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
 from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.budget import Budget, Work, budget_of
 from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
@@ -26,7 +25,65 @@ from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, m
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.statements import unkept
 
-__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Plan", "budget_for"]
+__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Budget", "Plan", "Work", "budget_for", "budget_of"]
+
+_ONE_GPU_S: Final = 600.0
+_EIGHT_GPUS_S: Final = 3600.0
+"""What a run should take; in proportion between one GPU and eight."""
+_MEASUREMENT_S: Final = 5.0, 60.0
+"""What a measurement gets at least and at most, for all its peers together."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a section does.
+
+    Attributes:
+        seconds: what it takes, without what measurements may get.
+        measurements: the number of rows that measure for as long as they are told to.
+    """
+
+    seconds: float = 0.0
+    measurements: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time of a run.
+
+    Attributes:
+        measurements: their number.
+        measurement_s: what each of them gets.
+        total_s: what all takes.
+    """
+
+    measurements: int
+    measurement_s: float
+    total_s: float
+
+    def __str__(self) -> str:
+        said = f"about {max(1, round(self.total_s / 60))} min, longer where rows fail"
+        if self.measurements:
+            said += f"; {self.measurement_s:.0f} s for each of {self.measurements} measurements"
+        return said
+
+
+def budget_of(gpus: int, works: Iterable[Work]) -> Budget:
+    """Returns the time of a run: measurements share what other rows leave, within limits.
+
+    Args:
+        gpus: number of devices.
+        works: of the sections.
+    """
+    listed = [*works]
+    fixed = sum(work.seconds for work in listed)
+    number = sum(work.measurements for work in listed)
+    share = min(1.0, (gpus - 1) / 7)
+    left = _ONE_GPU_S + share * (_EIGHT_GPUS_S - _ONE_GPU_S) - fixed
+    least, most = _MEASUREMENT_S
+    each = min(most, max(least, left / max(number, 1)))
+    return Budget(number, each, fixed + number * each)
+
 
 _SHORT_TYPES: Final = (torch.float32,)
 _START_S: Final = 15.0

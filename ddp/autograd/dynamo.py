@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 from collectives.ddp.reducer.buckets import FIRST_BUCKET_BYTES
 from collectives.dynamo import compiler_is_loaded
 
-__all__ = ["run_module", "splits_graphs"]
+__all__ = ["outside_transforms", "run_module", "splits_graphs"]
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Returns a context whose operations no transform sees, for what communicates."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    disabled: AbstractContextManager[object] = torch._C._DisableFuncTorch() if active else nullcontext()
+    return disabled
 
 
 def run_module(module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

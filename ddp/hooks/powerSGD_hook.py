@@ -2,7 +2,7 @@
 """PowerSGD: gradients as products of thin matrices, with error feedback.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
-NeurIPS 2019; the arithmetic is in :mod:`collectives.ddp.hooks.support.low_rank`.
+NeurIPS 2019; the arithmetic is in :mod:`collectives.ddp.hooks.support.powersgd`.
 
 What happens to one bucket is in :mod:`collectives.ddp.hooks.support.powersgd`.
 """

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from collectives import ProcessGroup
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.join.join import Join, Joinable, JoinHook
-from collectives.ddp.optim.partition import FlatParameters, Partition
-from collectives.ddp.optim.shards import gather_shards
+from collectives.ddp.optim.partition import FlatParameters, Partition, gather_shards
 from collectives.ddp.sync.broadcast import CoalescedBroadcast
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 

@@ -17,7 +17,7 @@ from collectives import DistError, DistNetworkError, DistStoreError, PeerLostErr
 from collectives.backends._shared.exit_reasons import Departure
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.core.monitored_barrier import monitored_barrier
+from collectives.core.process_group import monitored_barrier
 from collectives.store import HashStore, PrefixStore, TCPStore
 from collectives.store.joining.group_rendezvous import join_group
 from collectives.store.joining.standby import Standby

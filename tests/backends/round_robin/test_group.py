@@ -11,7 +11,7 @@ from recorder import Recorder, lanes
 
 import collectives as dist
 from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
-from collectives.backends.gloo.loopback import Loopback
+from collectives.backends.gloo.messages import Loopback
 from collectives.backends.round_robin import (
     ProcessGroupRoundRobin,
     RoundRobinOptions,

@@ -6,8 +6,7 @@ import pytest
 from nccl_double.platform import DoublePlatform
 
 from collectives.bench.acceptance import sections
-from collectives.bench.acceptance.budget import Budget, Work, budget_of
-from collectives.bench.acceptance.sections import SECTIONS, Plan, budget_for
+from collectives.bench.acceptance.sections import SECTIONS, Budget, Plan, Work, budget_for, budget_of
 from collectives.bench.core.devices import numbers_of_ranks
 
 

@@ -31,8 +31,8 @@ import collectives._native as _native
 import collectives.backends.mpi as product
 from collectives import ProcessGroup
 from collectives.backends.mpi import cuda
+from collectives.backends.mpi.dispatch import FastPath
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.fast_path import FastPath
 from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.core import operations
 from collectives.core.arguments import staging

@@ -1,6 +1,7 @@
-"""Collectives made of messages: each rank exchanges parts with every other one directly.
+"""Messages of an MPI group: memory and tags as MPI takes them, and collectives made of messages.
 
-Messages are tagged with the number of their collective, so that operations in flight do not mix.
+In these collectives each rank exchanges parts with every other one directly. Messages are tagged with the
+number of their collective, so that operations in flight do not mix.
 
 A reduction has two stages, after R. Rabenseifner, "Optimization of collective reduction operations" (ICCS
 2004), with direct exchanges instead of recursive ones: every rank collects its part from all others and
@@ -11,6 +12,7 @@ are under way at a time, so that the kernels find in the cache what has just arr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +20,108 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import kernel_factor
+from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import Part
-from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.work import Steps
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes
 from collectives.core.types import ReduceOp
+from collectives.errors import DistBackendError
 
-__all__ = ["CHUNK_BYTES", "Arithmetic", "MessageExchange", "arithmetic_of", "cut"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Arithmetic",
+    "Buffers",
+    "MessageExchange",
+    "Tags",
+    "arithmetic_of",
+    "check_length",
+    "cut",
+]
+
+_MOST = 2**31 - 1
+"""The largest number of elements that every MPI library takes; those before MPI 4 count in C's int."""
+
+_BLOCK_BYTES = 2**30
+
+
+class Buffers:
+    """Makes buffers of bytes for one MPI library.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._of_address = mpi.buffer.fromaddress
+        self._byte = mpi.BYTE
+
+    def __call__(self, address: int, nbytes: int) -> list[Any]:
+        """Returns memory as a message; whoever asks keeps it alive."""
+        memory = self._of_address(address, nbytes)
+        return [memory, nbytes, self._byte] if nbytes <= _MOST else [memory, 1, self._large(nbytes)]
+
+    def parts(self, address: int, nbytes: int, ranks: int) -> list[Any]:
+        """Returns memory that holds a part of ``nbytes`` bytes for each of so many ranks."""
+        memory = self._of_address(address, nbytes * ranks)
+        if nbytes * ranks <= _MOST:
+            return [memory, nbytes, self._byte]
+        return [memory, 1, self._large(nbytes)]
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one object for each MPI library, that is, one
+    def _large(self, nbytes: int) -> Any:
+        """Returns a data type of which one element is the whole; never freed, because operations may last."""
+        blocks, rest = divmod(nbytes, _BLOCK_BYTES)
+        block = self._byte.Create_contiguous(_BLOCK_BYTES)
+        whole = block.Create_contiguous(blocks)
+        made = self._mpi.Datatype.Create_struct(
+            [1, rest], [0, blocks * _BLOCK_BYTES], [whole, self._byte]
+        ).Commit()
+        whole.Free()
+        block.Free()
+        return made
+
+
+def check_length(where: str, operation: Operation, got: int, nbytes: int) -> None:
+    """Raises a DistBackendError where a message is not as long as the tensor that received it."""
+    if got != nbytes:
+        raise DistBackendError(
+            f"{where} {operation}: the message has {got} bytes, but the tensor that receives it {nbytes}",
+            **operation.about,
+        )
+
+
+class Tags:
+    """The tags of a group's messages: any number below 2^31, whatever the library's largest tag.
+
+    Tags in the lower half of the library's range stand for themselves. For every other one the group's store
+    keeps a number of the upper half, given out in the order in which such tags are first used.
+
+    Attributes:
+        own: tags below this one stand for themselves.
+
+    Args:
+        store: the group's store.
+        largest: the library's largest tag (``MPI_TAG_UB``).
+    """
+
+    def __init__(self, store: Any, largest: int) -> None:
+        self._store = store
+        self.own = largest + 1 if largest >= 2**31 - 1 else largest // 2
+        self._known: dict[int, int] = {}
+
+    def of(self, tag: int) -> int:
+        """Returns MPI's tag for a user's; asks the store where a large one is used for the first time."""
+        if tag < self.own:
+            return tag
+        found = self._known.get(tag)
+        if found is None:
+            key = f"tag/{tag}"
+            if self._store.add(f"{key}/users", 1) == 1:
+                self._store.set(key, str(self.own + self._store.add("tags", 1)))
+            found = self._known[tag] = int(self._store.get(key))
+        return found
+
 
 CHUNK_BYTES = 2 << 20
 """What all parts of a chunk take together."""
