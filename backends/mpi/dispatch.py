@@ -1,4 +1,4 @@
-"""How operations begin: by MPI's own calls, the C++ core, stages or messages; and the fast path of calls that wait."""
+"""How operations begin: by MPI's calls, the C++ core, stages or messages; and the fast path."""
 
 from __future__ import annotations
 

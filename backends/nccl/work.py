@@ -71,9 +71,10 @@ class NcclWork(Work):
         Args:
             timeout: blocks the host at most this long; the operation goes on where it passes.
         """
-        limit = seconds_to_wait(timeout)
-        if limit > 0.0 or self._blocks:
-            self._block(limit)
+        if timeout is not None or self._blocks:
+            limit = seconds_to_wait(timeout)
+            if limit or self._blocks:
+                self._block(limit)
         self.block_current_stream()
         return True
 

@@ -176,7 +176,8 @@ std::optional<TensorView> dense_view(nb::handle tensor) {
       return std::nullopt;
     }
     const std::int64_t rows = view.dimensions == 0 ? 1 : view.shape[0];
-    return TensorView{static_cast<std::byte*>(view.data) + view.byte_offset, *count,
+    auto* const data = static_cast<std::byte*>(view.data);
+    return TensorView{data == nullptr ? nullptr : data + view.byte_offset, *count,
                       static_cast<std::size_t>(rows), *dtype};
   }
   return std::nullopt;

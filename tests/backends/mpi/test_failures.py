@@ -32,6 +32,7 @@ from collectives import (
     dist2,
 )
 from collectives.backends.mpi import communicators
+from collectives.backends.mpi.engine import progress_thread
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import handle_url
 from collectives.core.types import AllreduceOptions
@@ -42,7 +43,8 @@ from collectives.store import PrefixStore
 def without_threads(group: ProcessGroup) -> None:
     """An asynchronous operation that finds no thread has not begun."""
     x = torch.ones(3)
-    with threadless(lambda: group.allreduce(x)):
+    not_yet = mock.patch.object(progress_thread, "_thread", None)  # which earlier tests may have started
+    with not_yet, threadless(lambda: group.allreduce(x)):
         group.allreduce([x], AllreduceOptions(asyncOp=False)).wait()  # needs none
     assert x.tolist() == [2.0] * 3
     group.allreduce(x).wait()
