@@ -16,7 +16,7 @@ from torch import nn
 from collectives import ProcessGroup
 from collectives.ddp.autograd.dynamo import outside_transforms, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
-from collectives.ddp.default_group import default_group_or_none, resolve_group
+from collectives.ddp.default_group import default_group_or_none, is_outside, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
 from collectives.ddp.module.arguments import (
@@ -445,6 +445,36 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self.static_graph = True
         self.reducer.set_static_graph()
 
+    def _update_process_group(self, new_process_group: object) -> None:
+        """Averages over other ranks from the next forward on, as after ranks have left or joined.
+
+        Called by all ranks of the new group, outside of a backward pass; does not communicate, apart from
+        where one of torch's own groups is given for the first time. Parameters, buffers and gradients stay as
+        they are: all ranks have the same, or the program sends them. Buckets are laid out anew, and counts of
+        passes begin again. A hook stays registered; the group in its state is the program's to change, but
+        where the state is the former group.
+
+        Args:
+            new_process_group: as ``process_group`` of the constructor. On a rank that is not in it,
+                ``NON_GROUP_MEMBER``, and the module stays as it is.
+
+        Raises:
+            RuntimeError: a backward pass is going on.
+            TypeError: it is no group.
+        """
+        if self.reducer.in_backward:
+            raise RuntimeError("_update_process_group was called within a backward pass; call it before")
+        if is_outside(new_process_group):
+            return
+        former, rate = self.process_group, self.reducer.clock.sample_rate
+        self._use_group(resolve_group(new_process_group), new_process_group)
+        self.reducer.clock.sample_rate = rate
+        self._comm_hooks = [
+            (hook, self.process_group if state is former else state) for hook, state in self._comm_hooks
+        ]
+        for hook, state in self._comm_hooks:
+            self.reducer.register_hook(state, hook, is_local=bool(getattr(hook, "is_local", False)))
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times one of so many iterations after the first ten, for :meth:`_get_ddp_logging_data`.
 
@@ -513,10 +543,14 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         JoinableModel.__init__(self)
-        self.process_group = self._given_group = group
+        self._casts = self._make_casts()
+        self._use_group(group, group)
+
+    def _use_group(self, group: ProcessGroup, given: object) -> None:
+        """Makes all that works on a group, without communication."""
+        self.process_group, self._given_group = group, given
         self.device_mesh = None
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-        self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
         self._structure = Structure(self)

@@ -137,6 +137,7 @@ class ProcessGroupGloo(ProcessGroup):
     def _connect(self, store: Any) -> None:
         options = replace(self._made_of, store=store, timeout=self._timeout)
         chosen = gloo_options(options)
+        self._threads: int = chosen._threads
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
         self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
@@ -155,6 +156,9 @@ class ProcessGroupGloo(ProcessGroup):
     def name(self) -> str:
         """Returns ``"gloo"``."""
         return "gloo"
+
+    def _settings(self) -> dict[str, int]:
+        return {"gloo_num_threads": self._threads}
 
     # ---- collectives ---------------------------------------------------------------------------------------
 

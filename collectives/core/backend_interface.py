@@ -179,6 +179,10 @@ class BackendInterface(Uncompiled, ABC):
             works = issue()
         return CoalescedWork(works)
 
+    def _settings(self) -> dict[str, int]:
+        """Returns what DDP's logging data tell of the group, by the names that torch has for it."""
+        return {}
+
     def note_refusal(self) -> None:
         """Takes note that this rank refuses an operation that the others may wait in."""
 

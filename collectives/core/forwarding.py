@@ -101,6 +101,9 @@ class ForwardingGroup(ProcessGroup):
             add_totals(sums, group.stats())
         return sums
 
+    def _settings(self) -> dict[str, int]:
+        return {name: value for group in self.inner_groups for name, value in group._settings().items()}
+
     def lost_ranks(self) -> list[int]:
         """Returns the ranks that any of the groups knows to have died."""
         return sorted({rank for group in self.inner_groups for rank in group.lost_ranks()})

@@ -96,6 +96,7 @@ def logging_data(ddp: _Model) -> dict[str, Any]:
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
         **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
         **_times(reducer.clock),
+        **group._settings(),
     }
     if rebuilt:
         data["rebuilt_bucket_sizes"] = _joined(b.nbytes for b in buckets)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ddp_oracle import averages
 from harness import run_ranks, run_world
 from torch import nn
+from torch_world import run_torch
 
 import collectives
 from collectives.ddp import DistributedDataParallel, ModelMismatchError
 from collectives.ddp.autograd.trees import map_tensors, tensors_in
+from collectives.ddp.hooks.registration import BuiltinCommHookType
 
 
 def test_arguments_are_those_of_torch() -> None:
@@ -374,3 +377,62 @@ def subgroup(rank, size):
 
 def test_a_group_of_some_ranks() -> None:
     assert run_world(subgroup, 3) == [None, (1.0, True), (1.0, True)]
+
+
+def other_groups(rank: int, size: int, torch_world: bool, options: dict[str, Any]) -> None:
+    """The ranks get fewer, and more again; a hook, views and the sample rate stay."""
+    layer: Any = torch.distributed if torch_world else collectives
+    some = layer.new_group([0, 2])
+    world = layer.group.WORLD
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    ddp = DistributedDataParallel(module, **options)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
+    ddp._set_ddp_runtime_logging_sample_rate(7)
+
+    def gradients(model: nn.Module) -> list[float]:
+        model.zero_grad()
+        model(torch.full((2, 3), rank + 1.0)).sum().backward()
+        return [p.grad.sum().item() for p in model.parameters()]
+
+    def step() -> list[float]:
+        return gradients(ddp)
+
+    def together(ranks: list[int]) -> list[float]:
+        """Returns the average of what those ranks compute by themselves."""
+        everyone: list[Any] = [None] * size
+        layer.all_gather_object(everyone, gradients(copy.deepcopy(ddp.module)))
+        return [sum(values) / len(ranks) for values in zip(*(everyone[r] for r in ranks), strict=True)]
+
+    if not torch_world:
+        step()  # so that buckets are laid out anew
+    expected = together([0, 1, 2])
+    assert step() == pytest.approx(expected, rel=1e-5)
+    ddp._update_process_group(some)
+    expected = together([0, 2])
+    if rank != 1:
+        assert ddp.process_group.size() == 2
+        for _ in range(3):
+            assert step() == pytest.approx(expected, rel=1e-5)
+        assert ddp._get_ddp_logging_data()["world_size"] == 2
+    ddp._update_process_group(world)
+    expected = together([0, 1, 2])
+    assert step() == pytest.approx(expected, rel=1e-5)
+    assert ddp._comm_hooks[0][1] is ddp.process_group
+    assert ddp.reducer.clock.sample_rate == 7
+    with pytest.raises(TypeError, match=r"must be a collectives\.ProcessGroup"):
+        ddp._update_process_group("world")
+    assert step() == pytest.approx(expected, rel=1e-5)
+    ddp.module[0].weight.register_hook(lambda grad: ddp._update_process_group(world))
+    with pytest.raises(RuntimeError, match="within a backward pass"):
+        step()
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "views"])
+@pytest.mark.parametrize("backend", ["collectives", "gloo", "ours"])
+def test_the_group_can_be_changed(backend: str, plain: bool) -> None:
+    options = {} if plain else {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    if backend == "ours":
+        run_world(other_groups, 3, False, options)
+    else:
+        run_torch(other_groups, 3, True, options, backend=backend)

@@ -42,6 +42,19 @@ def facts(group):
     return before, after
 
 
+def threads(group):
+    return DistributedDataParallel(nn.Linear(2, 2), process_group=group)._get_ddp_logging_data()
+
+
+def test_threads_of_gloo() -> None:
+    """torch has them for Gloo alone."""
+    for options, count in (({}, 2), ({"pg_options": {"_threads": 3}}, 3)):
+        for data in run_ranks(threads, 2, backend="gloo", **options):
+            assert data["gloo_num_threads"] == count
+    (data,) = run_ranks(threads, 1, backend="host")
+    assert "gloo_num_threads" not in data
+
+
 def test_logging_data() -> None:
     for rank, (before, after) in enumerate(run_ranks(facts, 2, backend="host")):
         expected = {
