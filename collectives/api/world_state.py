@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import GroupAbortedError
 from collectives.forks import belongs_to_parent
 
 if TYPE_CHECKING:
-    import torch
-
     from collectives.registry.names import BackendConfig
     from collectives.store.joining.standby import Standby
 
@@ -168,8 +168,21 @@ def default_group() -> ProcessGroup:
     """
     default = world.default
     if default is None:
-        raise ValueError("there is no default process group; call init_process_group first")
+        raise ValueError(f"there is no default process group; {way_to_world()}")
     return default
+
+
+def way_to_world() -> str:
+    """Returns how to get a default group where there is none, in words; torch may have one."""
+    if not torch.distributed.is_initialized():
+        return "call init_process_group first"
+    has = f"torch.distributed was initialised with {torch.distributed.get_backend()!r}: "
+    if group_behind(torch.distributed.group.WORLD) is None:
+        return f'{has}call torch.distributed.init_process_group("collectives") instead'
+    return (
+        f"{has}pass group=torch.distributed.group.WORLD, or call its own function of this name "
+        "(collectives.init_process_group would make a second world)"
+    )
 
 
 def is_member(group: Any) -> bool:
@@ -186,8 +199,9 @@ def is_member(group: Any) -> bool:
         return True
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return False
+    where = "" if world.default is None else f"[rank {_own_rank()}] "
     raise TypeError(
-        f"[rank {_own_rank()}] group must be a collectives.ProcessGroup, but is {group!r} of type "
+        f"{where}group must be a collectives.ProcessGroup, but is {group!r} of type "
         f"{type(group).__module__}.{type(group).__qualname__}; of torch's groups, those of "
         'torch.distributed.init_process_group("collectives") are taken'
     )

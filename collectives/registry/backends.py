@@ -144,6 +144,9 @@ _ELSEWHERE = {
 }
 """Backends of torch that have no counterpart here, and why."""
 
+_IN_TORCH = "collectives"
+"""How the names begin under which torch.distributed knows backends of this package."""
+
 _watchers: list[Callable[[BackendSpec], None]] = []
 
 
@@ -165,7 +168,12 @@ def backend_spec(name: str) -> BackendSpec:
             f"name (Backend.register_backend), or take one of {', '.join(backend_names())}"
         )
     if spec is None:
-        raise ValueError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
+        hint = ""
+        if isinstance(name, str) and name.lower().startswith(_IN_TORCH):
+            own = name.lower().removeprefix(_IN_TORCH).removeprefix("_").partition(":")[0] or "host"
+            if own in _specs:
+                hint = f", which is what torch.distributed calls {own!r}, its name here"
+        raise ValueError(f"unknown backend {name!r}{hint}; known are {', '.join(backend_names())}")
     return spec
 
 

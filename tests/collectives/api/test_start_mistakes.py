@@ -166,3 +166,77 @@ def join_as_rank_1(port: int, limit: float) -> None:
     collectives.init_process_group(
         "host", f"tcp://127.0.0.1:{port}", timedelta(seconds=limit), world_size=2, rank=1
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("collectives", "host"),
+        ("cpu:Collectives", "host"),
+        ("collectives_mpi", "mpi"),
+        ("collectives_round_robin", "round_robin"),
+    ],
+)
+def test_the_name_of_torch_for_a_backend_is_refused_with_its_own(name: str, own: str) -> None:
+    with pytest.raises(ValueError, match=f"is what torch.distributed calls '{own}', its name here"):
+        collectives.init_process_group(name, store=collectives.HashStore(), rank=0, world_size=1)
+
+
+def ask_torch_for(rank: int, size: int, name: str) -> str:
+    assert not torch.distributed.is_backend_available("host")
+    store = torch.distributed.HashStore()
+    with pytest.raises(ValueError, match=r"is known to collectives\.init_process_group") as caught:
+        torch.distributed.init_process_group(name, store=store, rank=rank, world_size=size)
+    assert not torch.distributed.is_initialized()
+    torch.distributed.init_process_group("collectives", store=store, rank=rank, world_size=size)
+    torch.distributed.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of")
+@pytest.mark.parametrize(
+    ("name", "in_torch"),
+    [
+        ("host", "collectives"),
+        ("cpu:host,cuda:nccl", "collectives"),
+        ("ROUND_ROBIN", "collectives_round_robin"),
+    ],
+)
+def test_a_name_of_ours_is_refused_by_torch_with_its_own(name: str, in_torch: str) -> None:
+    (text,) = run_ranks(ask_torch_for, 1, name, isolated=True)
+    assert text.endswith(f"torch.distributed calls it {in_torch!r}")
+
+
+def use_the_world_of_torch(rank: int, size: int, backend: str) -> list[str]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+    told = []
+    for function in (
+        lambda: collectives.all_reduce(torch.ones(2)),
+        collectives.get_rank,
+        collectives.barrier,
+        lambda: collectives.new_group([0]),
+        lambda: collectives.all_gather_object([None], 1),
+    ):
+        with pytest.raises(ValueError, match=r"is no default process group; torch\.distributed") as caught:
+            function()
+        told.append(str(caught.value))
+    if backend == "collectives":
+        collectives.all_reduce(torch.ones(2), group=torch.distributed.group.WORLD)
+    torch.distributed.destroy_process_group()
+    with pytest.raises(ValueError, match="there is no default process group; call init_process_group first"):
+        collectives.barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("backend", "way_out"),
+    [
+        ("collectives", "with 'collectives': pass group=torch.distributed.group.WORLD, or call its own"),
+        ("gloo", "with 'gloo': call torch.distributed.init_process_group(\"collectives\") instead"),
+    ],
+)
+def test_without_a_world_of_ours_the_way_to_that_of_torch_is_told(backend: str, way_out: str) -> None:
+    (told,) = run_ranks(use_the_world_of_torch, 1, backend, isolated=True)
+    for text in told:
+        assert way_out in text

@@ -30,6 +30,7 @@ def autoload() -> None:
         for name, backend, devices, fixed in _known():
             if not _taken(name):
                 register_backend(name, backend, devices, fixed)
+        _hint_at_names()
         _register_rendezvous()
         _start_batches_together()
         _connect_new_groups_afresh()
@@ -43,6 +44,7 @@ def register() -> None:
     """
     for name, backend, devices, fixed in _known():
         register_backend(name, backend, devices, fixed)
+    _hint_at_names()
     _register_rendezvous()
     _register_independent()
     _start_batches_together()
@@ -168,7 +170,39 @@ def _taken(name: str) -> bool:
     import torch.distributed as torch_dist
 
     plugin = torch_dist.Backend._plugins.get(name.upper())
-    return plugin is not None and not isinstance(plugin.creator_fn, _Creator)
+    return plugin is not None and not isinstance(plugin.creator_fn, (_Creator, _Hint))
+
+
+class _Hint:
+    """Stands in torch for the name that a backend has in ``collectives`` only, and says the one to use.
+
+    Args:
+        name: name in ``collectives``.
+        in_torch: name in torch.
+    """
+
+    def __init__(self, name: str, in_torch: str) -> None:
+        self.name = name
+        self.in_torch = in_torch
+
+    def __call__(self, options: Any, pg_options: Any = None) -> Any:  # noqa: ARG002 - torch gives them
+        """Raises an error with the hint; called by torch on every member."""
+        raise ValueError(
+            f"[rank {options.group_rank}] backend {self.name!r} is known to collectives.init_process_group; "
+            f"torch.distributed calls it {self.in_torch!r}"
+        )
+
+
+def _hint_at_names() -> None:
+    """Has torch raise an error that helps for names of ``collectives``; they stay unavailable there."""
+    import torch.distributed as torch_dist
+
+    backends: Any = torch_dist.Backend
+    for in_torch, name, _, fixed in _known():
+        # torch has an error of its own for "mpi"; a user may register a backend of these names.
+        if fixed is None and name not in backends.backend_type_map:
+            backends.backend_type_map[name] = torch_dist.ProcessGroup.BackendType.CUSTOM
+            backends._plugins[name.upper()] = backends._BackendPlugin(_Hint(name, in_torch), True)
 
 
 class _Creator:
