@@ -7,7 +7,6 @@ import torch
 import collectives
 from collectives import ProcessGroup
 from collectives.api.groups import group_beside_torch
-from collectives.api.world_state import way_to_world
 from collectives.core.forwarding import group_behind
 
 __all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group", "subgroup_of_machine"]
@@ -25,16 +24,27 @@ def resolve_group(group: object) -> ProcessGroup:
     if group is None:
         default = default_group_or_none(make=True)
         if default is None:
-            raise ValueError(f"there is no default process group; {way_to_world()}, or pass process_group")
+            raise ValueError(f"there is no default process group; {_way_out()}, or pass process_group")
         return default
     ours = group_behind(group) or group_beside_torch(group, make=True)
     if ours is None:
         raise TypeError(
             f"process_group must be a collectives.ProcessGroup, or one of torch over Gloo, but is {group!r} "
-            f"of type {type(group).__module__}.{type(group).__name__}; {way_to_world()}, or make one with "
+            f"of type {type(group).__module__}.{type(group).__name__}; {_way_out()}, or make one with "
             "collectives.new_group()"
         )
     return ours
+
+
+def _way_out() -> str:
+    """Returns what makes a default group of this package, in words."""
+    if torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend()
+        return (
+            f"torch.distributed was initialised with {backend!r}: call "
+            'torch.distributed.init_process_group("collectives") instead'
+        )
+    return "call collectives.init_process_group() first"
 
 
 def default_group_or_none(*, make: bool = False) -> ProcessGroup | None:

@@ -373,9 +373,9 @@ void ConnectionManager::go_on(PendingConnection& pending) {
   if (status != Handshake::Status::asks) return;  // dropped without an answer
   const Hello hello = hello_of(node.mapped().handshake);
   const Key key{hello.from, hello.purpose, hello.index};
-  // The other leader finds out first where a control connection has ended.
-  const bool again = hello.purpose == Purpose::control;
-  if (!may_take(hello) || !(accepted_.insert(key).second || again)) return;
+  if (!may_take(hello)) return;
+  const bool again = hello.purpose == Purpose::control && control_->takes_another(hello.from);
+  if (!accepted_.insert(key).second && !again) return;
   if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket));
 }
 

@@ -264,19 +264,19 @@ void ControlChannel::link_ended(Link& link, int error) {
     return local.rank == context_.rank() && local.gone;
   });
   // At a told exit the other leader closes its end. There may be a newer connection with it.
-  if (told_own_exit || is_linked(link.leader)) return;
+  if (told_own_exit || links_with(link.leader) > 0) return;
   if (says_vanished(error)) return is_not_there(link.leader, false);
   connections_.dial_again(link.leader);
 }
 
-bool ControlChannel::is_linked(int leader) const {
-  return std::any_of(links_.begin(), links_.end(), [leader](const auto& entry) {
+std::ptrdiff_t ControlChannel::links_with(int leader) const {
+  return std::count_if(links_.begin(), links_.end(), [leader](const auto& entry) {
     return entry.second.leader == leader && !entry.second.closing;
   });
 }
 
 void ControlChannel::is_not_there(int leader, bool ended) {
-  if (is_linked(leader)) return;  // it has come by itself meanwhile
+  if (links_with(leader) > 0) return;  // it has come by itself meanwhile
   const Topology& topology = context_.topology();
   if (ended) {
     // Only this process is known to have ended; of the others of its machine nothing is known any more.

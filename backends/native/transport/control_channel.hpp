@@ -43,6 +43,9 @@ class ControlChannel {
   void add_link(int leader, Descriptor socket);
   // Whether all other leaders have been connected with.
   bool complete() const;
+  // Whether that leader may connect once more: it may have found out first that a connection has ended, and
+  // where both have, both make it again.
+  bool takes_another(int leader) const { return links_with(leader) < 2; }
   // Whether that leader ever was.
   bool was_linked(int leader) const { return connected_.count(leader) != 0; }
   // A connection with that leader has ended, and cannot be made again: its process has, or (not `ended`) its
@@ -111,7 +114,7 @@ class ControlChannel {
   void check_link(Link& link);
   // The connection has ended with this error, 0 for in order.
   void link_ended(Link& link, int error);
-  bool is_linked(int leader) const;
+  std::ptrdiff_t links_with(int leader) const;
   void remove_closed();
 
   RankContext& context_;
