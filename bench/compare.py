@@ -19,7 +19,7 @@ from typing import Any
 
 from collectives.bench.comparison.records import KINDS
 from collectives.bench.core.arguments import failing_as_command, parse_names
-from collectives.bench.core.records import SCHEMA, Timing
+from collectives.bench.core.records import SCHEMA, Column, Timing
 from collectives.bench.core.text import table_lines
 
 __all__ = ["Change", "Run", "add_arguments", "changes", "read_run", "run"]
@@ -245,7 +245,8 @@ def _table(kind: _Kind, shown: Sequence[Change]) -> Iterator[str]:
     # Words stand on the left, numbers on the right.
     words = [isinstance(value, str) for value in shown[0].point[: len(kind.shown)]] + [False] * 5
     yield from table_lines(
-        [(name, "", -w if word else w) for name, w, word in zip(names, widths, words, strict=True)], rows
+        [Column(name, "", -w if word else w) for name, w, word in zip(names, widths, words, strict=True)],
+        rows,
     )
 
 

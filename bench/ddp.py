@@ -66,7 +66,7 @@ from collectives.bench.core.machine import cores_of_ranks, describe_machine
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.ddp_peers import Peer
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.hooks import HOOKS
 from collectives.bench.training.models import install_command, why_unavailable
@@ -505,4 +505,4 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(Options, arguments, **renamed)
     with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
         report = measure(options, show_progress)
-    return conclude(report, report_lines(report), lambda record: record.agrees, arguments)
+    return conclude(report, lambda record: record.agrees, arguments)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -34,8 +34,7 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.groups import LOCALHOST, TIMEOUT
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import BaseReport, Chart, Curve
-from collectives.bench.core.text import Column, table_lines
+from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table
 from collectives.ranks.processes import RankFailedError, SpawnedRanks, commands
 from collectives.secret import provided
 from collectives.store import TCPStore
@@ -151,12 +150,37 @@ class StoreRecord:
         return self.calls_per_s["collectives"] / self.calls_per_s["torch"]
 
 
+_COLUMNS = (
+    Column("server", "", -9),
+    Column("operation", "", -12),
+    Column("collectives", "(calls/s)", 13),
+    Column("torch", "(calls/s)", 10),
+    Column("ratio", "", 8),
+    Column("right", "", 7),
+)
+
+
 class StoreReport(BaseReport[StoreRecord]):
     """All that the program found out."""
 
     def record_as_json(self, record: StoreRecord) -> dict[str, Any]:
         """Returns a record as plain values."""
         return {**asdict(record), "over_torch": record.over_torch}
+
+    def tables(self) -> Sequence[Table]:
+        """Returns all records in a table."""
+        rows = [
+            (
+                record.server,
+                record.operation,
+                f"{record.calls_per_s['collectives']:.0f}",
+                f"{record.calls_per_s['torch']:.0f}",
+                f"{record.over_torch:.2f}",
+                "yes" if record.right else "no",
+            )
+            for record in self.records
+        ]
+        return [Table("calls by a client, median of the rounds", _COLUMNS, rows)]
 
     def charts(self) -> Sequence[Chart]:
         """Returns the calls in a second of both stores, for each place of the servers."""
@@ -263,32 +287,6 @@ def _serve_all(rank: int, connection: Connection) -> None:  # noqa: ARG001 - the
         connection.send({name: store.port for name, store in stores.items()})
 
 
-_COLUMNS: Sequence[Column] = (
-    ("server", "", -9),
-    ("operation", "", -12),
-    ("collectives", "calls/s", 13),
-    ("torch", "calls/s", 10),
-    ("ratio", "", 8),
-    ("right", "", 7),
-)
-
-
-def _report_lines(report: StoreReport) -> Iterator[str]:
-    """Yields the lines of the report's table."""
-    rows = (
-        (
-            record.server,
-            record.operation,
-            f"{record.calls_per_s['collectives']:.0f}",
-            f"{record.calls_per_s['torch']:.0f}",
-            f"{record.over_torch:.2f}",
-            "yes" if record.right else "no",
-        )
-        for record in report.records
-    )
-    yield from table_lines(_COLUMNS, rows)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
     for name, known in (("operations", tuple(OPERATIONS)), ("servers", SERVERS)):
@@ -312,4 +310,4 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(Options, arguments)
     with failing_as_command(RankFailedError):
         report = measure(options, show_progress)
-    return conclude(report, _report_lines(report), lambda record: record.right, arguments)
+    return conclude(report, lambda record: record.right, arguments)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from collectives.bench.core.arguments import telling_how_long
-from collectives.bench.core.records import BaseReport, Chart, Curve, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table, Timing, curve_of
 
 __all__ = ["CheckFailedError", "CheckSkippedError", "Found", "Report", "Row", "Verdict", "checked"]
 
@@ -84,6 +84,15 @@ def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
     return Row(section, name, verdict, said, time.monotonic() - began, figures)
 
 
+_COLUMNS = (
+    Column("section", "", -12),
+    Column("check", "", -32),
+    Column("verdict", "", -8),
+    Column("found", "", -40),
+    Column("time", "(s)", 8),
+)
+
+
 class Report(BaseReport[Row]):
     """The rows of a run."""
 
@@ -91,10 +100,12 @@ class Report(BaseReport[Row]):
         """Returns a row as plain values."""
         return asdict(record) | {"verdict": record.verdict.value}
 
-    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    def tables(self) -> Sequence[Table]:
         """Returns the rows without their figures, of which the words say what a reader needs."""
-        rows = [self.record_as_json(row) for row in self.records]
-        return {self.summary(): [{key: row[key] for key in row if key != "figures"} for row in rows]}
+        rows = [
+            (row.section, row.name, row.verdict.value, row.said, f"{row.seconds:.1f}") for row in self.records
+        ]
+        return [Table(self.summary(), _COLUMNS, rows)]
 
     def charts(self) -> Sequence[Chart]:
         """Returns how long each row of a section took, and the measured times of all-reduces over size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +11,17 @@ from typing import Any
 
 from collectives.bench.comparison.operations import bus_factor
 from collectives.bench.core.image import image, made_with
-from collectives.bench.core.records import SCHEMA, BaseReport, Chart, Skipped, Timing, curve_of
-from collectives.bench.core.text import (
+from collectives.bench.core.records import (
+    SCHEMA,
+    BaseReport,
+    Chart,
     Column,
+    Skipped,
+    Table,
+    Timing,
+    curve_of,
+)
+from collectives.bench.core.text import (
     format_bytes,
     number_of_ranks,
     or_dash,
@@ -122,6 +131,18 @@ class Report(BaseReport[Record]):
         """Returns a record as plain values, with its bandwidths."""
         return record.as_json()
 
+    def tables(self) -> Sequence[Table]:
+        """Returns a table of all peers for each operation and number of ranks."""
+        tables = []
+        for operation, ranks in dict.fromkeys((record.compared_at, record.ranks) for record in self.records):
+            chosen = [one for one in self.records if (one.compared_at, one.ranks) == (operation, ranks)]
+            heading = f"{operation}, {number_of_ranks(ranks)}; slowest rank, median over calls"
+            columns = [Column("peer", "", 0), *(column for column, _ in _COLUMNS)]
+            tables.append(
+                Table(heading, columns, [[one.peer, *(cell(one) for _, cell in _COLUMNS)] for one in chosen])
+            )
+        return tables
+
     def charts(self) -> Sequence[Chart]:
         """Returns cold times over size, for each operation and number of ranks; a barrier has no size."""
         sized = [record for record in self.records if record.size_bytes]
@@ -129,7 +150,7 @@ class Report(BaseReport[Record]):
         return [
             Chart(
                 f"{operation}, {number_of_ranks(ranks)}",
-                "size (bytes)",
+                "size",
                 "time (us), slowest rank, median and p10 to p90",
                 [
                     curve_of(peer, ((record.size_bytes, record.cold) for record in group))
@@ -137,9 +158,16 @@ class Report(BaseReport[Record]):
                         one for one in sized if (one.compared_at, one.ranks) == (operation, ranks)
                     ).items()
                 ],
+                x_names=_size_names({one.size_bytes for one in sized if one.compared_at == operation}),
             )
             for operation, ranks in wheres
         ]
+
+
+def _size_names(sizes: Iterable[int]) -> dict[int, str]:
+    """Returns what stands at sizes on an axis: at a dozen of them at most."""
+    ascending = sorted(sizes)
+    return {size: format_bytes(size) for size in ascending[:: -(-len(ascending) // 12)]}
 
 
 def _by_peer(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -184,29 +212,26 @@ def _record(plain: dict[str, Any]) -> Record:
     return Record(**{**plain, **timings})
 
 
-_COLUMNS: tuple[tuple[str, str, int, Callable[[Record], str]], ...] = (
-    ("size", "(B)", 10, lambda record: str(record.size_bytes)),
-    ("count", "(elements)", 11, lambda record: str(record.count_elements)),
-    ("type", "", 9, lambda record: record.dtype),
-    ("redop", "", 8, lambda record: record.redop),
-    ("root", "", 5, lambda record: str(record.root)),
-    ("time", "(us)", 9, lambda record: _time(record.cold.median_us)),
-    ("p10", "(us)", 9, lambda record: _time(record.cold.p10_us)),
-    ("p90", "(us)", 9, lambda record: _time(record.cold.p90_us)),
-    ("min", "(us)", 9, lambda record: _time(record.cold.min_us)),
-    ("algbw", "(GB/s)", 8, lambda record: or_dash(record.algbw_gb_per_s(record.cold), ".2f")),
-    ("busbw", "(GB/s)", 8, lambda record: or_dash(record.busbw_gb_per_s(record.cold), ".2f")),
-    ("#wrong", "", 8, lambda record: str(record.cold_wrong_elements)),
-    ("time", "(us)", 9, lambda record: _time(record.hot.median_us)),
-    ("algbw", "(GB/s)", 8, lambda record: or_dash(record.algbw_gb_per_s(record.hot), ".2f")),
-    ("busbw", "(GB/s)", 8, lambda record: or_dash(record.busbw_gb_per_s(record.hot), ".2f")),
-    ("#wrong", "", 8, lambda record: str(record.hot_wrong_elements)),
-    ("loop", "(us)", 9, lambda record: _time(record.loop.median_us if record.loop else None)),
+_COLUMNS: tuple[tuple[Column, Callable[[Record], str]], ...] = (
+    (Column("size", "(B)", 10), lambda record: str(record.size_bytes)),
+    (Column("count", "(elements)", 11), lambda record: str(record.count_elements)),
+    (Column("type", "", 9), lambda record: record.dtype),
+    (Column("redop", "", 8), lambda record: record.redop),
+    (Column("root", "", 5), lambda record: str(record.root)),
+    (Column("time", "(us)", 9, "cold"), lambda record: _time(record.cold.median_us)),
+    (Column("p10", "(us)", 9, "cold"), lambda record: _time(record.cold.p10_us)),
+    (Column("p90", "(us)", 9, "cold"), lambda record: _time(record.cold.p90_us)),
+    (Column("min", "(us)", 9, "cold"), lambda record: _time(record.cold.min_us)),
+    (Column("algbw", "(GB/s)", 8, "cold"), lambda record: or_dash(record.algbw_gb_per_s(record.cold), ".2f")),
+    (Column("busbw", "(GB/s)", 8, "cold"), lambda record: or_dash(record.busbw_gb_per_s(record.cold), ".2f")),
+    (Column("#wrong", "", 8, "cold"), lambda record: str(record.cold_wrong_elements)),
+    (Column("time", "(us)", 9, "hot"), lambda record: _time(record.hot.median_us)),
+    (Column("algbw", "(GB/s)", 8, "hot"), lambda record: or_dash(record.algbw_gb_per_s(record.hot), ".2f")),
+    (Column("busbw", "(GB/s)", 8, "hot"), lambda record: or_dash(record.busbw_gb_per_s(record.hot), ".2f")),
+    (Column("#wrong", "", 8, "hot"), lambda record: str(record.hot_wrong_elements)),
+    (Column("loop", "(us)", 9), lambda record: _time(record.loop.median_us if record.loop else None)),
 )
-"""The columns of a peer's table: name, unit, width, and the cell of a record."""
-
-_COLD = slice(5, 12)
-_HOT = slice(12, 16)
+"""The columns of a peer's table, and the cell of a record in each."""
 
 
 def report_lines(report: Report) -> Iterator[str]:
@@ -241,8 +266,8 @@ def record_lines(records: Sequence[Record], version: str = "") -> Iterator[str]:
     name = f"{first.peer} ({version})" if version else first.peer
     yield f"# {first.operation} by {name}, {run}; slowest rank, median over calls"
     yield "#" + _groups_of_columns()
-    rows = ([cell(record) for *_, cell in _COLUMNS] for record in records)
-    yield from table_lines([(name, unit, width) for name, unit, width, _ in _COLUMNS], rows)
+    rows = ([cell(record) for _, cell in _COLUMNS] for record in records)
+    yield from table_lines([column for column, _ in _COLUMNS], rows)
     wrong = sum(record.wrong_elements for record in records)
     yield f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
     rates = [rate for record in records if (rate := record.busbw_gb_per_s(record.cold)) is not None]
@@ -252,8 +277,10 @@ def record_lines(records: Sequence[Record], version: str = "") -> Iterator[str]:
 
 def _groups_of_columns() -> str:
     """Returns the line that names the groups of columns."""
-    widths = [width for _, _, width, _ in _COLUMNS]
-    before, cold, hot = sum(widths[: _COLD.start]), sum(widths[_COLD]), sum(widths[_HOT])
+    widths: Counter[str] = Counter()
+    for column, _ in _COLUMNS[:-1]:
+        widths[column.group] += column.width
+    before, cold, hot = widths[""], widths["cold"], widths["hot"]
     return (
         " " * (before + 2)
         + " cold: rewritten, rotated buffers ".center(cold - 2, "-")
@@ -284,8 +311,8 @@ def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
     if len(peers) < 2 or not times:
         return
     ratios = [f"{peer}/{first}" for peer in others] + [f"of {limit}" for limit in limits]
-    columns: list[Column] = [("size (B)", "", 10)]
-    columns += [(name, "", max(12, len(name) + 2)) for name in (*peers, *ratios)]
+    columns = [Column("size (B)", "", 10)]
+    columns += [Column(name, "", max(12, len(name) + 2)) for name in (*peers, *ratios)]
     yield ""
     yield (
         f"# {kind} time (us) of {records[0].compared_at}, each peer with "
@@ -358,7 +385,7 @@ def plot(report: Report, path: Path, title: str = "") -> None:
         ModuleNotFoundError: matplotlib is not installed.
     """
     operations = list(dict.fromkeys(record.compared_at for record in report.records if record.size_bytes))
-    whole = "\n".join([title or _title(report), made_with(report.environment)])
+    whole = "\n".join([title or _title(report), made_with(report.environment, report.options)])
     with image(path, len(operations), 2, (6.5, 5.2), whole) as grid:
         for operation, axes in zip(operations, grid, strict=True):
             chosen = [record for record in report.records if record.compared_at == operation]
@@ -420,9 +447,8 @@ def _finish(axes: Any, quantity: str, sizes: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("size of each rank's tensor")
     axes.set_ylabel(quantity)
-    every = -(-len(sizes) // 12)
-    shown = sizes[::every]
-    axes.set_xticks(shown, [format_bytes(size) for size in shown], rotation=45, ha="right")
+    names = _size_names(sizes)
+    axes.set_xticks([*names], [*names.values()], rotation=45, ha="right")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     if axes.get_lines():

@@ -9,14 +9,14 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from collectives.bench.core.page import write_page
 from collectives.bench.core.records import BaseReport, write_json
-from collectives.bench.core.text import header_lines, parse_sizes
+from collectives.bench.core.text import header_lines, parse_sizes, report_lines
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 from collectives.cli.output_files import output_file
@@ -276,24 +276,18 @@ def failing_as_command(*kinds: type[Exception]) -> Iterator[None]:
         show_progress("")
 
 
-def conclude(
-    report: BaseReport[_R],
-    lines: Iterable[str],
-    right: Callable[[_R], bool],
-    arguments: argparse.Namespace,
-) -> int:
+def conclude(report: BaseReport[_R], right: Callable[[_R], bool], arguments: argparse.Namespace) -> int:
     """Prints a report, and writes the files that the arguments name.
 
     Args:
         report: what the program found out.
-        lines: its text, to stand below the header.
         right: whether the results of a record are.
         arguments: those of :func:`add_files`.
 
     Returns:
         The command's status: 1 where a record is wrong, or where there is none.
     """
-    print("\n".join([*header_lines(report), *lines]))
+    print("\n".join([*header_lines(report), *report_lines(report)]))
     write_files(report, arguments)
     return 0 if report.records and all(map(right, report.records)) else 1
 

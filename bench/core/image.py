@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from collectives.bench.core.records import Chart, Curve
+from collectives.bench.core.text import network_of
 
 __all__ = ["draw", "image", "made_with"]
 
@@ -110,7 +111,8 @@ def _draw_line(axes: Any, chart: Chart, curve: Curve, color: str) -> None:
         axes.fill_between(curve.at, curve.low, curve.high, alpha=0.2, color=color)
 
 
-def made_with(environment: Mapping[str, Any]) -> str:
-    """Returns machine and versions of a report in a line."""
+def made_with(environment: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Returns machines and versions of a report in a line."""
     versions = ", ".join(f"{name} {environment[name]}" for name in ("collectives", "torch", "python"))
-    return f"{environment['cpu']}, {environment['cores_usable']} cores; {versions}"
+    machine = [environment["cpu"], f"{environment['cores_usable']} cores", *network_of(options)]
+    return f"{', '.join(machine)}; {versions}"

@@ -5,16 +5,18 @@ Jinja (which torch brings) fills the page and escapes what it is given; Plotly d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Chart
+from collectives.bench.core.records import BaseReport, Chart, Column
+from collectives.bench.core.text import MACHINE, machine_facts, network_of, option_facts, skipped_facts
 
 __all__ = ["write_page"]
 
-_PAGE = """{%- macro listed(title, facts, level=2) %}
-<h{{ level }}>{{ title }}</h{{ level }}>
+_PAGE = """{%- macro listed(title, facts) %}
+<h2>{{ title }}</h2>
 <table class="facts">
 {% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
 {% endfor %}</table>
@@ -39,16 +41,17 @@ _PAGE = """{%- macro listed(title, facts, level=2) %}
 <h1>{{ report.program }}</h1>
 <p><code>{{ command }}</code></p>
 {% for chart in charts %}{{ chart }}{% endfor %}
-{% for title, columns, rows, common in tables %}
-<h2>{{ title }}</h2>
+{% for table in tables %}
+<h2>{{ table.heading }}</h2>
 <div class="wide"><table>
-<thead><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<thead><tr>{% for column in table.columns %}<th>{{ heading(column) }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for row in rows %}<tr>{% for cell in row %}\
-<td{% if cell|length > 40 %} class="long"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% for row in table.rows %}<tr>{% for cell in row %}\
+<td{% if cell|length > 40 %} class="long"{% endif %}>{{ cell.strip() }}</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 </table></div>
-{% if common %}{{ listed("The same in all rows", common, 3) }}{% endif %}
+{% endfor %}
+{% for line in report.reading() %}<p>{{ line }}</p>
 {% endfor %}
 {% for title, facts in about if facts %}{{ listed(title, facts) }}{% endfor %}
 </body>
@@ -78,65 +81,74 @@ def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
     import jinja2
     import markupsafe
 
-    drawn = [markupsafe.Markup(_drawn(chart, first=i == 0)) for i, chart in enumerate(report.charts())]  # noqa: S704 - Plotly's
+    network = network_of(report.options)
+    drawn = [
+        markupsafe.Markup(_drawn(chart, network, first=i == 0))  # noqa: S704 - Plotly's
+        for i, chart in enumerate(report.charts())
+    ]
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text = page.render(
         report=report,
         command=command,
         charts=drawn,
-        tables=[(title, *_table(rows)) for title, rows in report.tables().items()],
+        tables=report.tables(),
+        heading=_heading,
         about=[
-            ("Options", _facts(report.options)),
-            ("Machine and versions", _facts(report.environment)),
-            ("Not measured", [(one.peer, one.reason) for one in report.skipped]),
+            ("Options", [(_label(name), value) for name, value in option_facts(report.options).items()]),
+            ("Machine and versions", _environment(report.environment)),
+            ("Not measured", [skipped_facts(one) for one in report.skipped]),
         ],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
-def _flat(record: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns a record without mappings within: what they hold has both names."""
-    found: dict[str, Any] = {}
-    for key, value in record.items():
-        name = f"{before}{key}".replace("_", " ")
-        found |= _flat(value, f"{name} ") if isinstance(value, Mapping) else {name: value}
-    return found
+_UNITS = {"s": "(s)", "us": "(us)", "mb": "(MB)", "bytes": "(B)"}
+"""Units at the end of names, as they are shown."""
 
 
-def _split(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the names of what differs between records, and what does not differ."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    varied = [name for name in names if len({str(record.get(name)) for record in records}) > 1]
-    columns = varied or names
-    common = {name: records[0].get(name) for name in names if name not in columns} if records else {}
-    return columns, common
+def _label(name: str) -> str:
+    """Returns the name of an option or of a fact as words."""
+    words = name.split("_")
+    return " ".join([*words[:-1], _UNITS.get(words[-1], words[-1])] if len(words) > 1 else words)
 
 
-def _table(
-    records: Iterable[Mapping[str, Any]],
-) -> tuple[list[str], list[list[str]], Iterable[tuple[str, str]]]:
-    """Returns the columns and rows of records, and what does not differ between them."""
-    flat = [_flat(record) for record in records]
-    columns, common = _split(flat)
-    return columns, [[_shown(row.get(name)) for name in columns] for row in flat], _facts(common)
+def _heading(column: Column) -> str:
+    return " ".join(filter(None, (column.group, column.name.strip(), column.unit)))
 
 
-def _facts(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    return [(name.replace("_", " "), _shown(value)) for name, value in values.items()]
+def _environment(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns machine and versions by name, without what there is not."""
+    more = {name: value for name, value in environment.items() if name not in MACHINE and value}
+    return [*machine_facts(environment).items(), *((_label(name), _shown(more[name])) for name in more)]
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
     if isinstance(value, Mapping):
         return "; ".join(f"{name}: {_shown(one)}" for name, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_shown, value))
-    return "" if value is None else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _drawn(chart: Chart, first: bool) -> str:
+def _extent(chart: Chart, letter: str) -> list[float]:
+    """Returns all numbers of a chart on an axis."""
+    if letter == "x":
+        return [float(at) for curve in chart.curves for at in curve.at]
+    return [value for curve in chart.curves for value in (*curve.values, *curve.low, *curve.high)]
+
+
+def _tick(value: float) -> str:
+    return f"{value / 1e6:g} M" if value >= 1e6 else f"{value:g}"
+
+
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """Returns places on a logarithmic axis for whole numbers; Plotly would write 2 and 5 in every decade."""
+    logs = [math.log10(value) for value in values if value > 0] or [0.0]
+    low, high = math.floor(min(logs)), math.ceil(max(logs))
+    steps = (1, 2, 5) if high - low < 4 else (1,)
+    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+
+
+def _drawn(chart: Chart, network: Sequence[str], first: bool) -> str:
     """Returns the chart as HTML; the first one brings the library."""
     from plotly import graph_objects
     from plotly.colors import qualitative
@@ -165,14 +177,17 @@ def _drawn(chart: Chart, first: bool) -> str:
             kind = graph_objects.Scatter
             about |= {"mode": "markers"} if curve.look == "points" else {"line": _LINES[curve.look]}
         figure.add_trace(kind(x=list(curve.at), y=list(curve.values), **about))
-    figure.update_layout(title=chart.title, xaxis_title=chart.x, yaxis_title=chart.y, template="plotly_white")
+    title = ", ".join([chart.title, *network])
+    figure.update_layout(title=title, xaxis_title=chart.x, yaxis_title=chart.y, template="plotly_white")
     if chart.stacked:
         figure.update_layout(barmode="stack")
     if names:
         figure.update_xaxes(type="category")  # names may be numbers
     else:
         for letter in chart.log:
-            figure.update_layout({f"{letter}axis_type": "log"})
+            ticks = _log_ticks(_extent(chart, letter))
+            about = {"type": "log", "tickvals": ticks, "ticktext": [*map(_tick, ticks)]}
+            figure.update_layout({f"{letter}axis": about})
     if chart.x_names:
         figure.update_xaxes(tickvals=list(chart.x_names), ticktext=list(chart.x_names.values()))
     if chart.from_zero:

@@ -8,11 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-__all__ = ["SCHEMA", "BaseReport", "Chart", "Curve", "Skipped", "Timing", "curve_of", "write_json"]
+__all__ = [
+    "SCHEMA",
+    "BaseReport",
+    "Chart",
+    "Column",
+    "Curve",
+    "Skipped",
+    "Table",
+    "Timing",
+    "curve_of",
+    "write_json",
+]
 
 SCHEMA = 1
 """Version of the JSON form; grows when a field changes its meaning or goes."""
@@ -137,6 +148,37 @@ def curve_of(name: str, points: Iterable[tuple[float | str, Timing]], unit_us: f
     return Curve(name, at, values, low, high)
 
 
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        name: its name.
+        unit: of its cells, in brackets; empty for none.
+        width: in text; a negative one aligns it to the left.
+        group: what its name is of, where columns of several groups have the same names.
+    """
+
+    name: str
+    unit: str
+    width: int
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a report, for text and for a page.
+
+    Attributes:
+        heading: what it shows.
+        columns: its columns.
+        rows: a cell for each column.
+    """
+
+    heading: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+
+
 _R = TypeVar("_R")
 
 
@@ -169,9 +211,13 @@ class BaseReport(ABC, Generic[_R]):
             "skipped": [asdict(skipped) for skipped in self.skipped],
         }
 
-    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Returns what a page shows as tables: their rows by heading."""
-        return {"Measurements": [self.record_as_json(record) for record in self.records]}
+    @abstractmethod
+    def tables(self) -> Sequence[Table]:
+        """Returns the tables."""
+
+    def reading(self) -> Sequence[str]:
+        """Returns how to read the tables, in lines; none where that needs no words."""
+        return ()
 
     def charts(self) -> Sequence[Chart]:
         """Returns what a page shows as curves or bars; none where the table says it all."""

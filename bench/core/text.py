@@ -6,33 +6,52 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Skipped
+from collectives.bench.core.records import BaseReport, Column, Skipped, Table
 
 __all__ = [
-    "Column",
+    "MACHINE",
     "format_bytes",
     "header_lines",
+    "lines_of",
+    "machine_facts",
+    "network_of",
     "number_of_ranks",
+    "option_facts",
     "or_dash",
     "parse_bytes",
     "parse_sizes",
+    "report_lines",
+    "skipped_facts",
     "skipped_lines",
     "table_lines",
 ]
 
-Column = tuple[str, str, int]
-"""Name, unit and width of a column; a negative width aligns it to the left."""
-
 
 def table_lines(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yields the headings of a table, each line behind a ``#``, then its rows."""
-    names, units, _ = zip(*columns, strict=True)
+    names, units = [column.name for column in columns], [column.unit for column in columns]
     for mark, cells in (("#", names), *([("#", units)] if any(units) else []), *((" ", row) for row in rows)):
         padded = (
-            cell.ljust(-width) if width < 0 else cell.rjust(width)
-            for cell, (_, _, width) in zip(cells, columns, strict=True)
+            cell.ljust(-column.width) if column.width < 0 else cell.rjust(column.width)
+            for cell, column in zip(cells, columns, strict=True)
         )
         yield (mark + "".join(padded)).rstrip()
+
+
+def lines_of(tables: Iterable[Table]) -> Iterator[str]:
+    """Yields tables with their headings, each behind an empty line."""
+    for table in tables:
+        yield ""
+        yield f"# {table.heading}"
+        yield from table_lines(table.columns, table.rows)
+
+
+def report_lines(report: BaseReport[Any]) -> Iterator[str]:
+    """Yields the tables of a report, how to read them, and the peers that were skipped."""
+    yield from lines_of(report.tables())
+    reading = report.reading() if report.records else ()
+    for lines in ([f"# {line}" for line in reading], list(skipped_lines(report.skipped))):
+        yield from ["", *lines] if lines else []
 
 
 def or_dash(value: float | None, form: str) -> str:
@@ -47,34 +66,63 @@ def number_of_ranks(number: int) -> str:
 
 def header_lines(report: BaseReport[Any]) -> list[str]:
     """Returns the program, the versions, the machine and the options."""
-    machine, options = report.environment, dict(report.options)
-    cache = machine["cache_last_level_bytes"]
-    sizes = options.pop("sizes", ())
-    if len(sizes) > 8:
-        options["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})"
-    elif sizes:
-        options["sizes"] = sizes
-    if options.get("link", "") is None:
-        options["link"] = "unshaped"
+    machine = report.environment
     peers = "; ".join(f"{peer} is {version}" for peer, version in machine.get("peers", {}).items())
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("collectives", "torch", "numpy", "python"))
-    where = [
-        machine["host"],
-        machine["cpu"],
-        f"{machine['cores_usable']} of {machine['cores_online']} cores usable",
-        f"last-level cache {format_bytes(cache) if cache else 'unknown'}",
-        f"memory {machine['memory_bytes'] / 2**30:.0f} GiB",
-        machine["architecture"],
-        machine["system"],
-        f"load {machine['load_average_1min']:.1f}",
-    ]
+    versions = ", ".join(f"{name} {machine[name]}" for name in _VERSIONS)
+    facts = machine_facts(machine)
+    where = [f"{name} {value}" if name in _NAMED else value for name, value in facts.items()]
+    options = "; ".join(f"{name} {value}" for name, value in option_facts(report.options).items())
     return [
         f"# {report.program}: {versions}",
         f"# machine: {', '.join(where)}",
         *_gpu_lines(machine),
         *([f"# peers: {peers}"] if peers else []),
-        "# options: " + "; ".join(f"{name} {_plain(value)}" for name, value in options.items()),
+        f"# options: {options}",
     ]
+
+
+_VERSIONS = ("collectives", "torch", "numpy", "python")
+MACHINE = {
+    "host", "cpu", "cores_usable", "cores_online", "cache_last_level_bytes", "memory_bytes", "architecture",
+    "system", "load_average_1min",
+}  # fmt: skip
+"""The facts of an environment that :func:`machine_facts` puts in words."""
+
+_NAMED = {"last-level cache", "memory", "load"}
+"""Facts that say nothing without their names."""
+
+
+def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a machine is, in words by name."""
+    cache = machine["cache_last_level_bytes"]
+    return {
+        "host": machine["host"],
+        "processor": machine["cpu"],
+        "cores": f"{machine['cores_usable']} of {machine['cores_online']} cores usable",
+        "last-level cache": format_bytes(cache) if cache else "unknown",
+        "memory": f"{machine['memory_bytes'] / 2**30:.0f} GiB",
+        "architecture": machine["architecture"],
+        "system": machine["system"],
+        "load": f"{machine['load_average_1min']:.1f}",
+    }
+
+
+def option_facts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a program was asked to do, in words by option; those left to it say so."""
+    facts = {name: _plain(value) for name, value in options.items() if name != "sizes"}
+    if sizes := options.get("sizes", ()):
+        facts["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})" if len(sizes) > 8 else _plain(sizes)
+    if options.get("link", "") is None:
+        facts["link"] = "unshaped"
+    return facts
+
+
+def network_of(options: Mapping[str, Any]) -> list[str]:
+    """Returns how many machines took part, and the speed of their links, for titles; nothing for one."""
+    machines, link = options.get("machines", 1), options.get("link")
+    if machines == 1:
+        return []
+    return [f"{machines} machines", f"links of {link}"] if link else [f"{machines} machines"]
 
 
 def _gpu_lines(machine: Mapping[str, Any]) -> Iterator[str]:
@@ -95,12 +143,17 @@ def _plain(value: object) -> str:
     return "auto" if value is None else str(value)
 
 
+def skipped_facts(entry: Skipped) -> tuple[str, str]:
+    """Returns what was not measured, and why."""
+    run = f" at {entry.operation}" if entry.operation else ""
+    run += "" if entry.ranks is None else f" with {number_of_ranks(entry.ranks)}"
+    return f"{entry.peer}{run}", entry.reason
+
+
 def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
     """Yields why peers were not measured and what would add them."""
     for entry in skipped:
-        run = f" at {entry.operation}" if entry.operation else ""
-        run += "" if entry.ranks is None else f" with {number_of_ranks(entry.ranks)}"
-        yield f"# skipped {entry.peer}{run}: {entry.reason}"
+        yield f"# skipped {': '.join(skipped_facts(entry))}"
         if entry.install and entry.install not in entry.reason:
             yield f"#   to add it: {entry.install}"
 

@@ -48,13 +48,20 @@ def figure_charts(name: str, records: Sequence[Measured]) -> list[Chart]:
     return [_CHARTS[name](panel, chosen) for panel, chosen in panels.items()]
 
 
-def draw(name: str, charts: Sequence[Chart], environment: Mapping[str, Any], path: Path) -> None:
+def draw(
+    name: str,
+    charts: Sequence[Chart],
+    environment: Mapping[str, Any],
+    options: Mapping[str, Any],
+    path: Path,
+) -> None:
     """Writes a figure as a PNG image.
 
     Args:
         name: of the figure.
         charts: those of :func:`figure_charts`, at least one.
         environment: of the report.
+        options: of the report.
         path: of the image; its directory is made.
 
     Raises:
@@ -62,7 +69,7 @@ def draw(name: str, charts: Sequence[Chart], environment: Mapping[str, Any], pat
     """
     columns = _columns([chart.title.split(",")[0] for chart in charts])
     rows = -(-len(charts) // columns)
-    about = f"{_TITLES[name]}. {image.made_with(environment)}"
+    about = f"{_TITLES[name]}. {image.made_with(environment, options)}"
     title = "\n".join(textwrap.wrap(about, TITLE_WIDTH * columns))
     with image.image(path, rows, columns, (4.6, 4.0), title) as grid:
         for axes in grid.flat[len(charts) :]:

@@ -15,15 +15,15 @@ from collectives.bench.core.arguments import failing_as_command, telling_how_lon
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import SCHEMA, Skipped, write_json
-from collectives.bench.core.text import header_lines, number_of_ranks, skipped_lines
+from collectives.bench.core.text import header_lines, lines_of, number_of_ranks, skipped_lines
 from collectives.bench.paper.cells import Cell, Measured
 from collectives.bench.paper.drawing import draw, figure_charts
 from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
 from collectives.bench.paper.report.kept import SAME, KeptFigure, read_folder
 from collectives.bench.paper.report.page import report_lines
 from collectives.bench.paper.report.records import Report
-from collectives.bench.paper.systems import systems_json, systems_lines
-from collectives.bench.paper.tables import best_bucket_mb, figure_lines
+from collectives.bench.paper.systems import systems_json, systems_table
+from collectives.bench.paper.tables import best_bucket_mb, figure_tables
 from collectives.bench.paper.team import LocalTeam, Team
 
 __all__ = ["REPORT", "TABLE", "Job", "run_figure", "run_report", "run_table"]
@@ -91,10 +91,10 @@ def run_figure(name: str, job: Job, team: Team | None) -> KeptFigure:
         key=lambda record: wanted.index(dict(record.cell)),
     )
     figure = KeptFigure(done, report.environment, report.options)
-    print("\n".join([*header_lines(report), *figure_lines(done), *skipped_lines(report.skipped)]))
+    print("\n".join([*header_lines(report), *lines_of(figure_tables(done)), *skipped_lines(report.skipped)]))
     if job.plot_folder is not None and done:
         charts = figure_charts(name, done)
-        draw(name, charts, report.environment, job.plot_folder / f"{name}.png")
+        draw(name, charts, report.environment, report.options, job.plot_folder / f"{name}.png")
     if figure.wrong:
         print(f"# {figure.wrong} elements of results were WRONG")
     return figure
@@ -228,6 +228,6 @@ def run_report(folder: Path, page: Path | None) -> dict[str, KeptFigure]:
 
 def run_table(folder: Path | None) -> None:
     """Prints table 1, and keeps it in a folder where one is named."""
-    print("\n".join(systems_lines()))
+    print("\n".join(lines_of([systems_table()])).strip())
     if folder is not None:
         write_json(folder / f"{TABLE}.json", {"schema": SCHEMA, "program": TABLE, "systems": systems_json()})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.core.text import table_lines
+from collectives.bench.core.records import Column, Table
 
-__all__ = ["SCHEMES", "SYSTEMS", "System", "systems_json", "systems_lines"]
+__all__ = ["SCHEMES", "SYSTEMS", "System", "systems_json", "systems_table"]
 
 SCHEMES = {
     "S": "synchronous update",
@@ -88,23 +87,25 @@ SYSTEMS = (
 """Those of the paper in its order, then later ones."""
 
 
-def systems_lines() -> Iterator[str]:
-    """Yields the table and what its letters mean."""
-    yield "# " + "; ".join(f"{letter}: {words}" for letter, words in SCHEMES.items())
-    columns = [("system", "", -32), ("year", "", 5), *((f"  {letter}", "", 4) for letter in SCHEMES),
-               ("   source", "", -10)]  # fmt: skip
-    yield from table_lines(
-        columns,
-        (
-            [
-                system.name,
-                str(system.year),
-                *("x" if letter in system.schemes else "" for letter in SCHEMES),
-                f"   {system.source}",
-            ]
-            for system in SYSTEMS
-        ),
-    )
+def systems_table() -> Table:
+    """Returns the table, with what its letters mean."""
+    letters = "; ".join(f"{letter}: {words}" for letter, words in SCHEMES.items())
+    columns = [
+        Column("system", "", -32),
+        Column("year", "", 5),
+        *(Column(f"  {letter}", "", 4) for letter in SCHEMES),
+        Column("   source", "", -10),
+    ]
+    rows = [
+        [
+            system.name,
+            str(system.year),
+            *("x" if letter in system.schemes else "" for letter in SCHEMES),
+            f"   {system.source}",
+        ]
+        for system in SYSTEMS
+    ]
+    return Table(f"table1: {letters}", columns, rows)
 
 
 def systems_json() -> list[dict[str, Any]]:

@@ -6,42 +6,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from collectives.bench.core.text import Column, table_lines
+from collectives.bench.core.records import Column, Table
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 
-__all__ = ["best_bucket_mb", "figure_lines", "figure_tables", "usual_samples"]
+__all__ = ["best_bucket_mb", "figure_tables", "usual_samples"]
 
 WITHIN = 1.1
 """A total time so many times the best one counts as as good: all beyond is noise."""
 
 
-def figure_lines(records: Sequence[Measured]) -> Iterator[str]:
+def figure_tables(records: Sequence[Measured]) -> Iterator[Table]:
     """Yields the tables of a figure's cells, one for each kind."""
-    for _, columns, rows in _tables(records):
-        yield ""
-        yield from table_lines(columns, rows)
-
-
-def figure_tables(records: Sequence[Measured]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Yields the same as a title and the rows by column."""
-    for title, columns, rows in _tables(records):
-        names = [f"{name} {unit}".strip() for name, unit, _ in columns]
-        yield title, [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
-
-
-def _tables(records: Sequence[Measured]) -> Iterator[tuple[str, list[Column], list[list[str]]]]:
     for kind, (title, heads, rows) in _KINDS.items():
         chosen = [record for record in records if record.cell["kind"] == kind]
         if chosen:
             longest = max(len(record.cell["panel"]) for record in chosen)
-            columns = [("panel", "", -max(longest, 5) - 1), ("ranks", "", 6), *heads]
+            columns = [Column("panel", "", -max(longest, 5) - 1), Column("ranks", "", 6), *heads]
             cells = [
                 [record.cell["panel"], str(record.cell["ranks"]), *row]
                 for record in chosen
                 for row in rows(record)
             ]
-            yield title, columns, cells
+            yield Table(title, columns, cells)
 
 
 def best_bucket_mb(records: Sequence[Measured]) -> dict[str, float]:
@@ -98,23 +85,33 @@ def _spread(ns: Sequence[int]) -> list[str]:
     return [str(len(ns)), f"{median:.2f}", f"{p10:.2f}", f"{p90:.2f}"]
 
 
-_SPREAD = [("calls", "", 6), ("median", "(ms)", 10), ("p10", "(ms)", 10), ("p90", "(ms)", 10)]
+_SPREAD = [
+    Column("calls", "", 6),
+    Column("median", "(ms)", 10),
+    Column("p10", "(ms)", 10),
+    Column("p90", "(ms)", 10),
+]
 
 _KINDS: Mapping[str, tuple[str, Sequence[Column], Callable[[Measured], Iterator[list[str]]]]] = {
     "AllReduceSweep": (
         "all-reduces",
-        [("parameters", "", 12), ("all-reduces", "", 12), *_SPREAD, ("#wrong", "", 7)],
+        [Column("parameters", "", 12), Column("all-reduces", "", 12), *_SPREAD, Column("#wrong", "", 7)],
         _sweep_rows,
     ),
-    "ReadyGradients": ("ready gradients", [("ready", "", 6), *_SPREAD], _ready_rows),
+    "ReadyGradients": ("ready gradients", [Column("ready", "", 6), *_SPREAD], _ready_rows),
     "Iterations": (
         "iterations",
-        [("  series", "", -25), *_SPREAD, *((name, "(ms)", 14) for name in PHASES)],
+        [Column("  series", "", -25), *_SPREAD, *(Column(name, "(ms)", 14) for name in PHASES)],
         _iteration_rows,
     ),
     "Losses": (
         "losses",
-        [("interval", "", 9), ("iterations", "", 11), ("first", "", 8), ("last tenth", "", 11)],
+        [
+            Column("interval", "", 9),
+            Column("iterations", "", 11),
+            Column("first", "", 8),
+            Column("last tenth", "", 11),
+        ],
         _loss_rows,
     ),
 }

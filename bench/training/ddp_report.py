@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Chart, Timing, curve_of
-from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
+from collectives.bench.core.records import BaseReport, Chart, Column, Table, Timing, curve_of
+from collectives.bench.core.text import number_of_ranks, or_dash
 from collectives.bench.training.ddp_peers import BASELINE, Peer
 from collectives.bench.training.hooks import NOOP
 
-__all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
+__all__ = ["TrainingRecord", "TrainingReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,45 @@ class TrainingReport(BaseReport[TrainingRecord]):
                 "",
                 "iteration (ms), slowest rank, median and p10 to p90",
                 [
-                    curve_of(record.peer, [(record.peer, record.iteration)], 1e3)
+                    curve_of("", [(record.peer, record.iteration)], 1e3)
                     for record in self.records
                     if (record.model, record.ranks) == (model, ranks)
                 ],
             )
             for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records)
         ]
+
+    def tables(self) -> Sequence[Table]:
+        """Returns a table for each model and number of ranks, and one of what they send and learn."""
+        tables = []
+        for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records):
+            records = [record for record in self.records if (record.model, record.ranks) == (model, ranks)]
+            first = records[0]
+            longest = max(len("peer"), *(len(record.peer) for record in records))
+            peer = Column("peer", "", -longest - 1)
+            heading = (
+                f"{model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
+                f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(ranks)}, "
+                f"{first.iteration.calls} iterations; slowest rank, medians"
+            )
+            rows = [[record.peer, *_cells(self, record)] for record in records]
+            tables.append(Table(heading, [peer, *_COLUMNS], rows))
+            if any(
+                record.final_loss is not None or Peer.parse(record.peer).hook not in {"", NOOP}
+                for record in records
+            ):
+                heading = f"{model}, {number_of_ranks(ranks)}: sent by a rank in an iteration, and learned"
+                tables.append(Table(heading, [peer, *_LEARNED], [_learned(record) for record in records]))
+        return tables
+
+    def reading(self) -> Sequence[str]:
+        """Returns what the ratios are of."""
+        return (
+            "/no-op: iteration over the same wrapper's with a no-op hook (what communication costs).",
+            "/plain: over that of the same peer without hook and options (what these cost, or save).",
+            f"/torch: over {BASELINE} with the same options; less than 1 is faster, or smaller.",
+            "right: ranks agree bitwise, and gradients with the other peers'; - where none are sent.",
+        )
 
     def _without_communication(self, record: TrainingRecord, peer: Peer) -> TrainingRecord | None:
         """Returns the record of a peer that does the same but for communication."""
@@ -134,64 +166,29 @@ class TrainingReport(BaseReport[TrainingRecord]):
         return None
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("iteration", "(ms)", 11),
-    ("p10", "(ms)", 9),
-    ("p90", "(ms)", 9),
-    ("min", "(ms)", 9),
-    ("forward", "(ms)", 9),
-    ("backward", "(ms)", 10),
-    ("step", "(ms)", 8),
-    ("/no-op", "(time)", 9),
-    ("/plain", "(time)", 9),
-    ("/torch", "(time)", 9),
-    ("peak", "(MiB)", 9),
-    ("/torch", "(memory)", 10),
-    ("right", "", 7),
+_COLUMNS = (
+    Column("iteration", "(ms)", 11),
+    Column("p10", "(ms)", 9),
+    Column("p90", "(ms)", 9),
+    Column("min", "(ms)", 9),
+    Column("forward", "(ms)", 9),
+    Column("backward", "(ms)", 10),
+    Column("step", "(ms)", 8),
+    Column("/no-op", "(time)", 9),
+    Column("/plain", "(time)", 9),
+    Column("/torch", "(time)", 9),
+    Column("peak", "(MiB)", 9),
+    Column("/torch", "(memory)", 10),
+    Column("right", "", 7),
 )
 
-_LEARNED: tuple[Column, ...] = (
-    ("sent", "(MB)", 11), ("link", "(MB)", 11), ("loss", "(first)", 10), ("loss", "(last)", 10),
-    ("accuracy", "", 10),
-)  # fmt: skip
-
-
-def report_lines(report: TrainingReport) -> Iterator[str]:
-    """Yields a table for each model, then what was skipped."""
-    for model, ranks in dict.fromkeys((record.model, record.ranks) for record in report.records):
-        yield ""
-        chosen = [record for record in report.records if (record.model, record.ranks) == (model, ranks)]
-        yield from _table(report, chosen)
-        if any(
-            record.final_loss is not None or Peer.parse(record.peer).hook not in {"", NOOP}
-            for record in chosen
-        ):
-            yield from table_lines(_columns(chosen, _LEARNED), map(_learned, chosen))
-    if report.records:
-        yield ""
-        yield "# /no-op: iteration over the same wrapper's with a no-op hook (what communication costs)."
-        yield "# /plain: over that of the same peer without hook and options (what these cost, or save)."
-        yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
-        yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
-    if report.skipped:
-        yield ""
-        yield from skipped_lines(report.skipped)
-
-
-def _table(report: TrainingReport, records: Sequence[TrainingRecord]) -> Iterator[str]:
-    first = records[0]
-    yield (
-        f"# {first.model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
-        f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(first.ranks)}, "
-        f"{first.iteration.calls} iterations; slowest rank, medians"
-    )
-    rows = ([record.peer, *_cells(report, record)] for record in records)
-    yield from table_lines(_columns(records, _COLUMNS), rows)
-
-
-def _columns(records: Sequence[TrainingRecord], others: Sequence[Column]) -> list[Column]:
-    longest = max(len("peer"), *(len(record.peer) for record in records))
-    return [("peer", "", -longest - 1), *others]
+_LEARNED = (
+    Column("sent", "(MB)", 11),
+    Column("link", "(MB)", 11),
+    Column("loss", "(first)", 10),
+    Column("loss", "(last)", 10),
+    Column("accuracy", "", 10),
+)
 
 
 def _learned(record: TrainingRecord) -> list[str]:

@@ -11,9 +11,10 @@ from machines import make_machines  # noqa: F401 - a fixture
 from collectives.bench import ddp
 from collectives.bench.core import devices
 from collectives.bench.core.records import Timing
+from collectives.bench.core.text import report_lines
 from collectives.bench.training import models
 from collectives.bench.training.ddp_peers import Peer
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 from collectives.bench.training.models import loss_of
 from collectives.bench.training.tasks import TASKS
 from collectives.cli import main

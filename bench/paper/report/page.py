@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from collectives.bench.core.image import made_with
+from collectives.bench.core.text import lines_of
 from collectives.bench.paper.report.advice import advice_lines
 from collectives.bench.paper.report.findings import NOTICEABLE, Figures, Finding
 from collectives.bench.paper.report.kept import KeptFigure
 from collectives.bench.paper.report.priorities import priority_lines
 from collectives.bench.paper.report.statements import STATEMENTS, Statement
-from collectives.bench.paper.tables import figure_lines
+from collectives.bench.paper.tables import figure_tables
 
 __all__ = ["report_lines"]
 
@@ -57,7 +58,7 @@ def report_lines(kept: Mapping[str, KeptFigure]) -> Iterator[str]:
     yield from ["", "## The measurements"]
     for name, records in figures.items():
         yield from ["", f"`{name}`:", "", "```text"]
-        yield from (line for i, line in enumerate(figure_lines(records)) if i or line)
+        yield from list(lines_of(figure_tables(records)))[1:]
         yield "```"
 
 
@@ -93,7 +94,7 @@ def _measured_with(kept: Mapping[str, KeptFigure]) -> Iterator[str]:
     yield ""
     environment = next(iter(kept.values())).environment
     system = f"{environment['system']}, {environment['memory_bytes'] / 2**30:.0f} GiB"
-    yield f"On: {made_with(environment)}; {system}. The load is that of the machine just before."
+    yield f"On: {made_with(environment, {})}; {system}. The load is that of the machine just before."
     yield ""
     yield "| figure | load | command |"
     yield "|---|---|---|"

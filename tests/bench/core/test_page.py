@@ -9,9 +9,12 @@ from html.parser import HTMLParser
 import pytest
 
 from collectives.bench.comparison.records import Record, Report
+from collectives.bench.core.image import made_with
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.page import write_page
 from collectives.bench.core.records import Chart, Curve, Skipped, Timing
+from collectives.bench.core.text import report_lines
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 
 pytest.importorskip("plotly")
 
@@ -50,25 +53,73 @@ def record(peer, size, us, operation="all_reduce"):
     return Record(operation, peer, 2, size, size // 4, "float32", "sum", True, *times)
 
 
-def page(tmp_path, records, skipped=()):
+def page(tmp_path, records, skipped=(), options=None):
     file = tmp_path / "made" / "page.html"
-    report = Report("allreduce", describe_machine(), {"nproc": [2]}, records, list(skipped))
+    report = Report("allreduce", describe_machine(), options or {"nproc": [2]}, records, list(skipped))
     write_page(file, report, "collectives bench allreduce --html page.html")
     return file.read_text("utf-8")
 
 
-def test_measurements_stand_in_a_table_and_what_they_share_in_another(tmp_path):
-    text = page(tmp_path, [record("host", 8, 1.5), record("gloo", 8, 300.0), record("host", 1024, 2.0)])
-    rows, common, options, machine = Tables(text).tables
-    heading, *rows = rows
-    assert heading[:3] == ["peer", "size bytes", "count elements"]
+def test_measurements_stand_in_a_table_for_each_operation(tmp_path):
+    records = [record("host", 8, 1.5), record("gloo", 8, 300.0), record("host", 1024, 2.0)]
+    text = page(tmp_path, [*records, record("host", 8, 5.0, "broadcast")])
+    (heading, *rows), (_, *others), options, machine = Tables(text).tables
+    assert heading[:3] == ["peer", "size (B)", "count (elements)"]
     assert [row[:2] for row in rows] == [["host", "8"], ["gloo", "8"], ["host", "1024"]]
-    assert [row[heading.index("cold median us")] for row in rows] == ["1.5", "300", "2"]
-    assert ["operation", "all_reduce"] in common
-    assert ["ranks", "2"] in common
+    assert [row[heading.index("cold time (us)")] for row in rows] == ["1.50", "300.0", "2.00"]
+    assert len(set(heading)) == len(heading), "no two columns of a name"
+    assert [row[0] for row in others] == ["host"]
+    assert "all_reduce, 2 ranks; slowest rank, median over calls" in text
     assert options == [["nproc", "2"]]
-    assert "torch" in {name for name, _ in machine}
+    assert {"processor", "memory", "torch"} <= {name for name, _ in machine}
     assert "<code>collectives bench allreduce --html page.html</code>" in text
+
+
+def test_options_and_facts_say_what_text_says_in_words(tmp_path):
+    options = {
+        "sizes": [8, 16], "bucket_cap_mb": None, "budget_s": 40.0, "imports": (), "link": None, "machines": 1,
+    }  # fmt: skip
+    text = page(tmp_path, [record("host", 8, 1.0)], options=options)
+    (*_, shown, machine) = Tables(text).tables
+    assert shown == [
+        ["bucket cap (MB)", "auto"],
+        ["budget (s)", "40.0"],
+        ["imports", "none"],
+        ["link", "unshaped"],
+        ["machines", "1"],
+        ["sizes", "8,16"],
+    ]
+    assert all(value and "_" not in name for name, value in machine)
+    assert not any("bytes" in name for name, _ in machine)
+
+
+def test_units_are_those_of_text(tmp_path):
+    timing_ms = timing(250_000.0)
+    record_ = TrainingRecord(
+        "ours:host", "small", 2, 2, 64, 4_000_000, 44, timing_ms, timing_ms, timing_ms, timing_ms, 400 << 20,
+        200 << 20, True, True, 0.5, True,
+    )  # fmt: skip
+    report = TrainingReport("ddp", describe_machine(), {}, [record_])
+    file = tmp_path / "page.html"
+    write_page(file, report, "collectives bench ddp")
+    (heading, row), *_ = Tables(file.read_text("utf-8")).tables
+    assert row[heading.index("iteration (ms)")] == "250.0"
+    assert row[heading.index("peak (MiB)")] == "400"
+    said = "\n".join(report_lines(report))
+    assert all(cell in said for cell in row)
+    assert "/no-op: iteration over the same" in file.read_text("utf-8")
+
+
+def test_titles_tell_of_several_machines(tmp_path):
+    records = [record("host", 8, 1.0)]
+    for options, said in (
+        ({"machines": 1, "link": None}, "all_reduce, 2 ranks"),
+        ({"machines": 2, "link": None}, "all_reduce, 2 ranks, 2 machines"),
+        ({"machines": 2, "link": "1gbit"}, "all_reduce, 2 ranks, 2 machines, links of 1gbit"),
+    ):
+        text = page(tmp_path, records, options=options)
+        assert plotted(text)[1]["title"]["text"] == said
+        assert said.removeprefix("all_reduce, 2 ranks") in made_with(describe_machine(), options)
 
 
 def test_there_is_a_chart_for_each_operation_that_has_sizes(tmp_path):
@@ -101,10 +152,25 @@ def drawn(tmp_path, chart):
 
     file = tmp_path / "page.html"
     write_page(file, Drawn("drawn", describe_machine(), {}), "collectives bench drawn")
-    call = file.read_text("utf-8").rpartition("Plotly.newPlot(")[2]
+    return plotted(file.read_text("utf-8"))
+
+
+def plotted(text):
+    """The traces and the layout of the last chart of a page."""
+    call = text.rpartition("Plotly.newPlot(")[2]
     traces, end = json.JSONDecoder().raw_decode(call, call.index("["))
     layout, _ = json.JSONDecoder().raw_decode(call, call.index("{", end))
     return traces, layout
+
+
+def test_numbers_on_a_logarithmic_axis_are_whole_and_differ(tmp_path):
+    curve = Curve("host", [8, 1024, 1 << 20], [3.0, 40.0, 700.0])
+    _, layout = drawn(tmp_path, Chart("times", "size", "us", [curve]))
+    for axis in ("xaxis", "yaxis"):
+        ticks, shown = layout[axis]["tickvals"], layout[axis]["ticktext"]
+        assert len(set(shown)) == len(shown) == len(ticks)
+    assert layout["yaxis"]["ticktext"][:5] == ["1", "2", "5", "10", "20"]
+    assert layout["xaxis"]["ticktext"][-2:] == ["1 M", "10 M"]
 
 
 def test_bars_stand_on_one_another_where_a_chart_says_so(tmp_path):
