@@ -13,6 +13,7 @@ from torch.futures import Future
 
 import collectives._native as _native
 from collectives.core.completions import complete_after
+from collectives.core.futures import OperationFuture
 from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, settle
 from collectives.time_limits import seconds_to_wait
@@ -108,8 +109,8 @@ class HostWork(Work):
         """Returns a future of the output tensors."""
         with _futures_lock:
             if self._future is None:
-                future: Future[list[torch.Tensor]] = Future()
-                if self._task.finished():
+                future: Future[list[torch.Tensor]] = OperationFuture()
+                if self._task.poll():
                     self._complete(future)
                 else:
                     complete_after(self._task, id(self._group), partial(self._complete, future))

@@ -17,6 +17,7 @@ import torch
 from torch.futures import Future
 
 from collectives.core.completions import next_operation
+from collectives.core.futures import OperationFuture
 from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 from collectives.time_limits import seconds_to_wait
@@ -51,12 +52,25 @@ def fail(future: Future[_T], error: BaseException) -> None:
     The exception itself holds the frames that it was raised through, and these the future. The garbage
     collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
     """
+    future._set_unwrap_func(_Failure.raise_error)
+    future.set_result(_Failure(_without_frames(error)))  # type: ignore[arg-type]
 
-    def raise_copy(failure: BaseException) -> NoReturn:
-        raise _without_frames(failure)
 
-    future._set_unwrap_func(raise_copy)
-    future.set_result(_without_frames(error))  # type: ignore[arg-type]
+class _Failure:
+    """Stands for the value of a future that failed.
+
+    Python's callers have it unwrapped. torch's C++ code, such as its gradient reducer, takes no errors that
+    Python set; it looks for tensors in the value by means of pickle, and gets the error there.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_error(self) -> NoReturn:
+        raise _without_frames(self._error)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        self.raise_error()
 
 
 def settle(
@@ -100,7 +114,7 @@ def chain(
     if devices is None:
         on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.cuda.current_device()] if on_cuda else []
-    chained: Future[_T] = Future(devices=list(devices))
+    chained: Future[_T] = OperationFuture(devices=devices)
 
     def complete(done: Future[_S]) -> None:
         try:
@@ -175,7 +189,8 @@ class Work(Uncompiled, ABC):
         It completes with the operation, or with its error. Callbacks run at once where it is done, else on a
         thread of the process's, those of one future in the order in which they were added. They may wait for
         any operation and any future, and issue operations; as everywhere, all ranks must issue those of a
-        group in the same order.
+        group in the same order. So a callback that issues operations, and is added by ``then`` within a
+        backward pass, runs there, once the operation is done. One that is new there does, too.
 
         Futures of one group complete one after the other, in the order in which their operations ended: the
         next one's callbacks begin when those of the one before have returned, or where that one sleeps in a
@@ -257,7 +272,7 @@ class NotifiedWork(Work):
         """Returns a future of the output tensors."""
         with self._lock:
             if self._asked is None:
-                future: Future[list[torch.Tensor]] = Future()
+                future: Future[list[torch.Tensor]] = OperationFuture()
                 if self._has_ended():
                     self._complete(future)
                     self._asked = (future, None)

@@ -42,19 +42,15 @@ __all__ = ["BatchedWork", "DoneWork", "TorchWork", "hold_for_cpp"]
 class TorchWork(_Work, Uncompiled):
     """A ``torch.distributed.Work`` around one of ours.
 
-    Errors are raised by :meth:`wait` with their own classes. The future carries them as a C++ error, which
-    torch's gradient reducer needs: ``Future.set_exception`` would leave it with the exception as a value.
-
     Args:
         inner: the operation.
     """
 
-    __slots__ = ("_future", "inner")
+    __slots__ = ("inner",)
 
     def __init__(self, inner: Work) -> None:
         super().__init__()
         self.inner = inner
-        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; see :meth:`collectives.Work.wait`."""
@@ -99,12 +95,7 @@ class TorchWork(_Work, Uncompiled):
 
     def get_future(self) -> Future[Any]:
         """Returns a future of the list of output tensors; always the same one."""
-        if self._future is None:
-            future = self.inner.get_future()
-            # On CUDA it is done from the start, and a callback would put a stream of torch's between.
-            done_well = future.done() and self.inner.exception() is None
-            self._future = future if done_well else future.then(_value)
-        return self._future
+        return self.inner.get_future()
 
     def get_future_result(self) -> Future[int]:
         """Returns a future of a ``WorkResult`` number that never carries an error."""
@@ -177,11 +168,6 @@ class BatchedWork(TorchWork):
 
     def synchronize(self) -> None:
         """Returns at once."""
-
-
-def _value(done: Future[Any]) -> Any:
-    """Returns the value, or raises: what a callback raises becomes a C++ error of the next future."""
-    return done.value()
 
 
 class _Carrier(_Group):

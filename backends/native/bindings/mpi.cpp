@@ -25,6 +25,7 @@
 #include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
 #include "bindings/tensor_view.hpp"
+#include "engine/task.hpp"
 #include "engine/transfer.hpp"
 #include "mpi/in_flight.hpp"
 #include "mpi/messages.hpp"
@@ -158,6 +159,7 @@ class MpiFastPath {
     std::optional<FastRequest> fast = fast_request(rank_, size_, opcode, output, input, op, root, listed);
     if (!fast || !takes(fast->request, fast->bytes, listed)) return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
+    Task::note_issue();
     const long number = next_number(operations_);
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());

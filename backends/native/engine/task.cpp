@@ -17,6 +17,7 @@ constexpr int kSpins = 100;
 
 std::uint64_t Task::next_id() noexcept {
   static std::atomic<std::uint64_t> last{0};
+  note_issue();
   return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
 }
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as torch_powersgd
 from conformance.test_works import eventually
 from ddp_oracle import naive_average
 from hook_zoo import HOOKS, power
@@ -67,6 +68,12 @@ TORCHS = {
     "torch's allreduce": (lambda group: group, torch_hooks.allreduce_hook),
     "torch's fp16": (lambda group: group, torch_hooks.fp16_compress_hook),
     "torch's bf16": (lambda group: group, torch_hooks.bf16_compress_hook),
+    "torch's PowerSGD": (
+        lambda group: torch_powersgd.PowerSGDState(
+            group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        ),
+        torch_powersgd.powerSGD_hook,
+    ),
 }
 """Hooks of torch, for a default group of torch's."""
 

@@ -86,7 +86,7 @@ REGISTER_WAITING = {
     ),
     "powerSGD, then optimizer": lambda ddp: ddp.register_comm_hook(power(), overlapped(powerSGD_hook)),
 }
-"""Hooks whose callbacks issue collectives and wait for them: of more than one bucket only in any order."""
+"""Hooks whose callbacks issue collectives and wait for them; over Gloo, those of several buckets mix."""
 
 
 def orthogonalizes_matrices() -> bool:
@@ -101,8 +101,27 @@ def orthogonalizes_matrices() -> bool:
 BROKEN = set() if orthogonalizes_matrices() else {"batched powerSGD"}
 
 
+def hook_in_order(ddp: DistributedDataParallel) -> None:
+    """Has each bucket's hook waited for before the next one's begins."""
+    register = ddp.register_comm_hook
+
+    def waiting(state: Any, hook: Callable[..., Any]) -> None:
+        def call(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its classes
+            future = hook(state, bucket)
+            future.wait()
+            return future
+
+        register(state, call)
+
+    ddp.register_comm_hook = waiting  # type: ignore[method-assign]
+
+
 def train(
-    rank: int, size: int, register: Callable[[DistributedDataParallel], Any], bucket_cap_mb: float
+    rank: int,
+    size: int,
+    register: Callable[[DistributedDataParallel], Any],
+    bucket_cap_mb: float,
+    in_order: bool = False,
 ) -> Any:
     torch.manual_seed(4)
     module = torch.nn.Sequential(
@@ -113,6 +132,8 @@ def train(
         torch.nn.Linear(30, 3),
     )
     ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+    if in_order:
+        hook_in_order(ddp)
     register(ddp)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for step in range(STEPS):
@@ -160,6 +181,32 @@ def check(turns: int, backend: str = BACKEND) -> None:
 
 def test_every_hook() -> None:
     check(1)
+
+
+def train_by_buckets(rank: int, size: int, turns: int, in_order: bool) -> dict[str, list[torch.Tensor]]:
+    """Trains with several buckets; cores that are busy at different times change the order of threads."""
+    return {
+        name: [train(rank, size, register, 0.002, in_order) for _ in range(turns)]
+        for name, register in REGISTER_WAITING.items()
+        if name not in BROKEN
+    }
+
+
+def check_buckets(turns: int, backend: str = BACKEND) -> None:
+    in_order, _ = run_torch(train_by_buckets, 2, 1, True, backend="gloo", timeout=300)
+    for of_rank in run_torch(train_by_buckets, 2, turns, False, backend=backend, timeout=300):
+        for name, found in of_rank.items():
+            assert all(torch.equal(one, in_order[name][0]) for one in found), name
+
+
+def test_callbacks_of_several_buckets_issue_collectives_in_one_order() -> None:
+    check_buckets(4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", [BACKEND, "collectives_gloo", "collectives_round_robin"])
+def test_callbacks_of_several_buckets_under_load(load: None, backend: str) -> None:
+    check_buckets(4, backend)
 
 
 @pytest.mark.full
