@@ -71,8 +71,7 @@ def draw(axes: Any, chart: Chart) -> None:
                 [value for there, value in zip(at, curve.values, strict=True) if there == place]
                 for place in range(len(names))
             ]
-            line = {"color": color, "linewidth": 1.5}
-            axes.boxplot(values, positions=range(len(names)), sym=".", medianprops=line)
+            _draw_boxes(axes, values, curve, color, *_place_of_boxes(chart, curve))
         elif curve.look == "points":
             axes.plot(at, curve.values, "x", markersize=4, alpha=0.6, color=color, label=label)
         elif names:
@@ -97,6 +96,32 @@ def draw(axes: Any, chart: Chart) -> None:
         for place, top in enumerate(tops):
             axes.text(place, top, f"{top:.2f}", ha="center", va="bottom", fontsize=7)
     axes.grid(alpha=0.3)
+
+
+def _place_of_boxes(chart: Chart, curve: Curve) -> tuple[float, float]:
+    """Returns how far from its place a box stands, and its width: those of several curves side by side."""
+    boxes = [other for other in chart.curves if other.look == "boxes"]
+    width = 0.8 / len(boxes)
+    return (next(i for i, other in enumerate(boxes) if other is curve) + 0.5) * width - 0.4, width
+
+
+def _draw_boxes(
+    axes: Any, values: Sequence[Sequence[float]], curve: Curve, color: str, offset: float, width: float
+) -> None:
+    line = {"color": color, "linewidth": 1.5}
+    mean = {"markerfacecolor": color, "markeredgecolor": color, "markersize": 4}
+    axes.boxplot(
+        values,
+        positions=[place + offset for place in range(len(values))],
+        widths=0.7 * width,
+        sym=".",
+        medianprops=line,
+        boxprops={"color": color} if curve.name else None,
+        showmeans=bool(curve.name),
+        meanprops=mean,
+    )
+    if curve.name:
+        axes.plot([], [], color=color, label=curve.name)
 
 
 def _draw_line(axes: Any, chart: Chart, curve: Curve, color: str) -> None:

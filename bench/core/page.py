@@ -171,6 +171,7 @@ def _drawn(chart: Chart, network: Sequence[str], first: bool) -> str:
             }
         if curve.look == "boxes":
             kind = graph_objects.Box
+            about["boxmean"] = bool(curve.name)
         elif names and curve.look == "line":
             kind = graph_objects.Bar
         else:
@@ -181,6 +182,8 @@ def _drawn(chart: Chart, network: Sequence[str], first: bool) -> str:
     figure.update_layout(title=title, xaxis_title=chart.x, yaxis_title=chart.y, template="plotly_white")
     if chart.stacked:
         figure.update_layout(barmode="stack")
+    if sum(curve.look == "boxes" for curve in chart.curves) > 1:
+        figure.update_layout(boxmode="group")
     if names:
         figure.update_xaxes(type="category")  # names may be numbers
     else:

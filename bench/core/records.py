@@ -40,7 +40,7 @@ class Curve:
         low: lower ends of their spread; empty where there is none.
         high: upper ends, likewise.
         look: a line, which is bars where it is at names; a wide one, pale below others; points alone; or a
-            box for all values at a name.
+            box for all values at a name, with their mean where the curve has a name.
         color: its number among the colours; ``None`` for the curve's place in the chart.
     """
 

@@ -166,17 +166,15 @@ def _scaling(panel: str, records: Sequence[Measured]) -> Chart:
 
 
 def _intervals(panel: str, records: Sequence[Measured]) -> Chart:
-    """Returns means, which skipped synchronisations lower, and not medians, which would show none."""
-    ranks = [record.cell["ranks"] for record in records]
-    curves = [
-        Curve(
-            series["name"],
-            ranks,
-            [float(np.mean(usual_samples(record, i)["iteration"])) / 1e9 for record in records],
+    """Returns boxes with their means, which skipped synchronisations lower; medians would show none."""
+    ordered = sorted(records, key=lambda record: int(record.cell["ranks"]))
+    curves = []
+    for i, series in enumerate(records[0].cell["series"]):
+        taken = [(str(one.cell["ranks"]), ns) for one in ordered for ns in usual_samples(one, i)["iteration"]]
+        curves.append(
+            Curve(series["name"], [ranks for ranks, _ in taken], [ns / 1e9 for _, ns in taken], look="boxes")
         )
-        for i, series in enumerate(records[0].cell["series"])
-    ]
-    return _over_ranks(panel, ranks, "mean latency of an iteration (s)", curves)
+    return Chart(panel, "ranks", "latency of an iteration (s); triangle: mean", curves, log="")
 
 
 def _losses(panel: str, records: Sequence[Measured]) -> Chart:

@@ -97,9 +97,9 @@ def medians(record: Measured) -> dict[str, float]:
     return {series["name"]: median_of(record, i) for i, series in enumerate(record.cell["series"])}
 
 
-def phases(record: Measured) -> dict[str, float]:
-    """Returns the median nanoseconds of the first series by phase, with those of the iteration."""
-    return {name: float(np.median(times)) for name, times in usual_samples(record, 0).items()}
+def phases(record: Measured, number: int = 0) -> dict[str, float]:
+    """Returns the median nanoseconds of a series by phase, with those of the iteration."""
+    return {name: float(np.median(times)) for name, times in usual_samples(record, number).items()}
 
 
 def spread(record: Measured, number: int = 0) -> float:
