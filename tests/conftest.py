@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import folders
 import harness
 import preloaded_python as interpreters
 import pytest
@@ -107,6 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     global _within_another_session
     let_children_be_interrupted()
+    folders.sweep()
     _within_another_session = harness.SESSION_VARIABLE in os.environ
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
     if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:

@@ -112,12 +112,18 @@ class RankProcesses(ABC):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._directory = tempfile.TemporaryDirectory(prefix="collectives-")
-        # By way of a descriptor, because the address of a socket has no room for a long TMPDIR.
-        self._descriptor = os.open(self._directory.name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}/parent"
+        # The socket is reached by a descriptor, so that who is killed leaves no file behind.
+        files = f"/proc/{os.getpid()}/fd"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
+        with tempfile.TemporaryDirectory(prefix="collectives-") as directory:
+            inside = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                path = f"{files}/{inside}/parent"  # a long TMPDIR has no room in the address of a socket
+                self._listener.bind(path)
+                self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.close(inside)
+        self.address = f"{files}/{self._descriptor}"
         self._listener.listen(size)
         self._connections: dict[int, Connection] = {}
 
@@ -230,7 +236,6 @@ class RankProcesses(ABC):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        self._directory.cleanup()
 
 
 class SpawnedRanks(RankProcesses):
@@ -342,7 +347,7 @@ class CommandRanks(RankProcesses):
         self, size: int, command: Sequence[str], environment: Mapping[str, str], args: tuple[Any, ...]
     ) -> None:
         super().__init__(size)
-        self._output = (Path(self._directory.name) / "output").open("w+b")
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
         self._name = command[0]
         self._process = subprocess.Popen(  # noqa: S603 - the caller's command
             [*command, self.address],

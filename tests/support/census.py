@@ -13,7 +13,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 
-MPI_FOLDER = "collectives-mpi-"
+MPI_FOLDER = "collectives-test-mpi-"
 """How the folders there of MPI jobs of the tests begin; the number of the process that made it follows."""
 
 

@@ -163,7 +163,9 @@ def test_ranks_of_a_script_end_with_it(number, stopped, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(SCRIPT, encoding="utf-8")
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    files = tmp_path / "files"
+    files.mkdir()
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(files)}
     environment.pop(python_client.ADDRESS, None)  # the ranks are to be children of the script
     parent = subprocess.Popen(
         [sys.executable, script, folder],
@@ -185,6 +187,7 @@ def test_ranks_of_a_script_end_with_it(number, stopped, tmp_path):
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline, "ranks outlive their parent"
         time.sleep(0.05)
+    assert not list(files.iterdir())
 
 
 def running(pid):

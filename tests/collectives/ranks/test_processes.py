@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def test_answers_come_in_rank_order():
         assert team.ask(1) == [10, 11]
         assert team.ask(2) == [20, 21]
         pids = [process.pid for process in team._context.processes]
-        directory = Path(team.address).parent.resolve()
-        assert directory.exists()
-    assert not directory.exists()
+        address = Path(team.address)
+        assert address.is_socket()
+    assert not address.exists()
     assert all(gone(pid) for pid in pids)
 
 
@@ -125,6 +126,16 @@ def test_ranks_end_when_the_parent_is_killed(stopped, tmp_path):
     while not all(gone(pid) for pid in pids):
         assert time.monotonic() < deadline, "ranks outlive their parent"
         time.sleep(0.05)
+    assert not list(tmp_path.glob("collectives*"))
+
+
+@pytest.mark.usefixtures("preloaded_python")
+def test_running_ranks_have_no_files(tmp_path, monkeypatch):
+    """Whoever kills their parent leaves none behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with SpawnedRanks(2, bench_bodies.multiply, (3,)) as team:
+        assert team.ask(5) == [15, 16]
+        assert not list(tmp_path.glob("collectives*"))
 
 
 @pytest.mark.usefixtures("preloaded_python")

@@ -17,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 import python_client
 import python_server
+from folders import Folder
 
 PRELOADED = [
     "torch",
@@ -47,8 +47,8 @@ class _Server:
     """The process that forks, and the folder with its socket and the stand-in."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="collectives-python-")
-        folder = Path(self._folder.name)
+        self._folder = Folder("python")
+        folder = self._folder.path
         stand_in = folder / _NAME
         words = [sys.executable, "-I", "-S", python_client.__file__]
         stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
@@ -73,14 +73,14 @@ class _Server:
             self._process.wait()
             raise
         finally:
-            self._folder.cleanup()
+            self._folder.close()
 
 
 def start() -> None:
     """Starts the server, which processes that share the tests find by the environment."""
     server = _Server()
     _started.append(server)
-    os.environ[python_client.ADDRESS] = str(Path(server._folder.name) / "socket")
+    os.environ[python_client.ADDRESS] = str(server._folder.path / "socket")
 
 
 def stop() -> None:

@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import preloaded_python
 import rank_server
+from folders import Folder
 from rank_server import Task, current_store
 from rank_watch import Died, RankFailedError, RankProcess, RankTimeoutError, Watch
 
@@ -147,7 +147,7 @@ class _Harness:
 
         os.environ.setdefault(SESSION_VARIABLE, uuid.uuid4().hex)
         os.environ["OMP_NUM_THREADS"] = "1"
-        self._folder = tempfile.TemporaryDirectory(prefix="collectives-tests-")
+        self._folder = Folder("ranks")
         self._server = _ForkServer()
         # Not torch's: its clients now and then need five seconds to connect.
         self._store = TCPStore(
@@ -188,7 +188,7 @@ class _Harness:
         reused = [] if fresh else self._idle[:count]
         if not fresh:
             del self._idle[:count]
-        path = Path(self._folder.name)
+        path = self._folder.path
         return reused + [_Rank(self._server, path, next(self._numbers)) for _ in range(count - len(reused))]
 
     def give_back(self, ranks: list[_Rank]) -> None:
@@ -206,7 +206,7 @@ class _Harness:
         self._server.close()
         self._store.close()
         self._close_store_elsewhere()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 _harness: _Harness | None = None

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 import mpi_rank
 import preloaded_python
 import pytest
-from census import MPI_FOLDER, SHARED_MEMORY
+from census import SHARED_MEMORY
+from folders import Folder
 from harness import RankProcess, run_on
 from sources import PYTHONPATH
 
@@ -153,7 +153,8 @@ class Team(CommandRanks):
         env: dict[str, str] | None = None,
     ) -> None:
         # In memory, because Open MPI puts the memory that ranks share there.
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{MPI_FOLDER}{os.getpid()}-", dir=SHARED_MEMORY))
+        self._made = Folder(f"mpi-{os.getpid()}", SHARED_MEMORY)
+        self._folder = self._made.path
         self.ranks: list[RankProcess] = []
         command = [*installation.command(size, leave_alone=leave_alone), preloaded_python.executable()]
         command.append(mpi_rank.__file__)
@@ -193,7 +194,7 @@ class Team(CommandRanks):
         super().close(at_once=at_once)
         for segment in segments:  # MPICH leaves them where it is killed
             segment.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._made.close()
 
 
 def _segments(pid: int) -> set[Path]:

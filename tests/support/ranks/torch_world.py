@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch.distributed as dist
+from folders import Folder
 from harness import run_ranks
 
 from collectives.torch_bridge import register_backend
@@ -28,7 +28,7 @@ def run_torch(body, size=2, *args, backend=BACKEND, init=None, **options):
         **options: as for :func:`harness.run_ranks`.
     """
     # a file, because torch's TCPStore looks the name of every peer's address up, which can take seconds
-    with tempfile.TemporaryDirectory(prefix="collectives-torch-") as folder:
+    with Folder("torch") as folder:
         return run_ranks(_in_world, size, body, args, f"{folder}/store", backend, init or {}, **options)
 
 
