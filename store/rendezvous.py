@@ -19,6 +19,7 @@ from __future__ import annotations
 import ipaddress
 import operator
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -87,8 +88,10 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
     parts = urlsplit(url)
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+        meant = "" if "://" in url else f" Is tcp://{url} meant?"
         raise _UnknownSchemeError(
-            f"No rendezvous handler for {url!r}; there are {known} (register_rendezvous_handler adds one)"
+            f"No rendezvous handler for {url!r}; there are {known} (register_rendezvous_handler adds one)."
+            f"{meant}"
         )
     query = _query(parts)
     for name, number in zip(_PLACES, (operator.index(rank), operator.index(world_size)), strict=True):
@@ -186,6 +189,10 @@ def _tcp_store(
         raise ValueError(
             f"port 0 lets rank 0 choose a port that the other {world_size - 1} ranks cannot know; name one, "
             "or make a TCPStore with port 0, hand its .port to them, and pass the store to init_process_group"
+        )
+    if re.search(r"[/\[\]]|^[^:]*:[^:]*$", host):
+        raise ValueError(
+            f"MASTER_ADDR must be a name or an address alone, is {host!r}; the port is MASTER_PORT"
         )
     if _is_multicast(host):
         raise ValueError(

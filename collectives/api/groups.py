@@ -293,7 +293,8 @@ def bound_device(device_id: torch.device | int | None) -> torch.device | None:
     if device_id.type == "cpu":
         return device_id
     if accelerator is None or device_id.type != accelerator.type:
-        raise ValueError(f"device_id is {device_id}, but the accelerator of this machine is {accelerator}")
+        has = "no accelerator" if accelerator is None else f"the accelerator {accelerator}"
+        raise ValueError(f"device_id is {device_id}, but this machine has {has}")
     if device_id.index is None:
         raise ValueError(f"device_id is {device_id}, but must have an index, such as '{device_id.type}:0'")
     if device_id.index >= torch.accelerator.device_count():

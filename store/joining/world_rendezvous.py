@@ -19,18 +19,21 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as _torch_distributed
+from torch._C._distributed_c10d import HashStore as TorchHashStore
 
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.logs import Log
 from collectives.secret import WAY_OUT
+from collectives.store.file import FileStore
 from collectives.store.joining.announcements import Announcements, next_key
 from collectives.store.joining.standby import Standby, offer, succession
+from collectives.store.memory import HashStore
 from collectives.store.own_user import own_user_only
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fetch, fields, publish, publish_all
 from collectives.store.tcp import TCPStore
-from collectives.store.tcp.store import refusals
+from collectives.store.tcp.store import elsewhere, refusals
 from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys
 
 __all__ = ["KEYS", "forget_joining", "join_world", "leave_world", "wait_for_leavers"]
@@ -51,11 +54,11 @@ _OTHERS_LIMIT = timedelta(seconds=3)
 """How long rank 0 waits, after two ranks disagreed, for others to come and get the reason."""
 
 _LOOK = (
-    "it has taken another process as rank {}, or a world of another size: look at rank 0, and start every "
-    "rank once, with the same world_size"
+    "it has taken another process as rank {}, of this job or of another one at the same address, or has "
+    "another world_size: look at rank 0, and start every rank once"
 )
 
-_TELL_AFTER = timedelta(seconds=5)
+_TELL_AFTER = timedelta(seconds=10)
 """How long a rank waits for rank 0 before it says so, once."""
 
 _ANSWER_GRACE = timedelta(seconds=5)
@@ -141,7 +144,7 @@ def join_world(
         refusal = ask("call", _call)
     except _torch_distributed.DistNetworkError as error:
         raise DistNetworkError(
-            f"{where} the store has failed before rank 0 has answered; {_LOOK.format(rank)}: {error}"
+            f"{where} the store has failed before rank 0 has answered; perhaps {_LOOK.format(rank)}: {error}"
         ) from error
     own.append(f"join/call/{attempt}")
     if refusal is None:
@@ -252,12 +255,13 @@ def _await_answer(
     key, limit = f"join/{name}/{attempt}", timeout + _ANSWER_GRACE
     first = min(_TELL_AFTER, limit)
     if not wait_for_keys(store, [key], first):
-        if why := _why_unanswered(store, rank):
-            log.warning("%s rank 0 has not answered for %g s: %s", where, first.total_seconds(), why)
+        if first < limit:
+            why, seconds = _why_unanswered(store, rank), first.total_seconds()
+            log.warning("%s rank 0 has not answered for %g s; %s", where, seconds, why)
         if not wait_for_keys(store, [key], limit - first):
             raise DistStoreError(
                 f"{where} rank 0 did not answer within {timeout.total_seconds():g} s; "
-                + (_why_unanswered(store, rank) or f"either it did not come, or {_LOOK.format(rank)}"),
+                + _why_unanswered(store, rank),
                 0,
             )
     try:
@@ -268,19 +272,28 @@ def _await_answer(
 
 
 def _why_unanswered(store: Any, rank: int) -> str:
-    """Returns what the store tells of rank 0's last world, if this rank has no place in it."""
-    if not store.check([_SERVED]):
-        return ""
-    served = fetch(store, _SERVED, _served)
-    if not served["world"]:
-        return ""
-    size = served["world_size"]
-    made = f"it has made a world of {size} ranks"
-    if rank >= size:
-        return f"{made}, in which there is no rank {rank}; give all ranks the same world_size"
-    if _store_of(store, served["world"]).check([f"leave/{rank}"]):
-        return ""
-    return f"{made}, of which another process is rank {rank} and has not left; start every rank once"
+    """Returns why rank 0 may not answer, by what the store tells of its last world."""
+    served: Checked = fetch(store, _SERVED, _served) if store.check([_SERVED]) else {"world": ""}
+    if served["world"]:
+        size = served["world_size"]
+        made = f"it has made a world of {size} ranks"
+        if rank >= size:
+            return f"{made}, in which there is no rank {rank}; give all ranks the same world_size"
+        if not _store_of(store, served["world"]).check([f"leave/{rank}"]):
+            return f"{made}, of which another process is rank {rank} and has not left; start every rank once"
+    return f"either it did not come, or {_LOOK.format(rank)}{_where_met(store)}"
+
+
+def _where_met(store: Any) -> str:
+    """Returns as a sentence where ranks meet in a store of this package, and whom its server has refused."""
+    root = root_of(store)
+    if isinstance(root, TCPStore):
+        return f". The store is at {root.host}:{root.port}{elsewhere(root)}.{refusals(root)}"
+    if isinstance(root, FileStore):
+        return f". The store is the file {root.path}, which all ranks must name and reach."
+    if isinstance(root, (HashStore, TorchHashStore)):
+        return ". The store is a HashStore, which no other process reaches; take a TCPStore or a FileStore."
+    return ""
 
 
 class _Coordinator:
@@ -296,7 +309,6 @@ class _Coordinator:
 
     def __init__(self, store: Any, size: int, about: dict[str, Any], timeout: timedelta, what: str) -> None:
         self._store = store
-        self._root = root_of(store)
         self._size = size
         self._about = about
         self._where = f"[rank 0] {what}:"
@@ -358,9 +370,7 @@ class _Coordinator:
         absent = [r for r in range(1, self._size) if r not in self._joined]
         if not reason and absent:
             reason = "; ".join([missing_text(absent, self._timeout), *self._twice.values()])
-            if isinstance(self._root, TCPStore):
-                reason += f". Rank 0's store is at {self._root.host}:{self._root.port}.{refusals(self._root)}"
-            return _refusal(reason, absent)
+            return _refusal(f"{reason}{_where_met(self._store)}", absent)
         if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
             reason = f"another process has come as rank 0, beside {self._about['process']}"
         return _refusal(reason) if reason else {}
@@ -368,16 +378,16 @@ class _Coordinator:
     def _call_all(self) -> str:
         """Calls the newest attempt of every rank until all have come; returns disagreements."""
         deadline = self._deadline
-        told = False
+        root, told = root_of(self._store), False
         while not self._all_here() and time.monotonic() < deadline:
             wait_for_keys(self._store, self._expected(), min(_left(deadline), _ATTEMPT_CHECK))
             self._brought |= {info["attempt"]: info for info in self._infos.new(_info).values()}
             self._join_called()  # before newer processes come as the same ranks
             self._call_new()
             self._join_called()  # whom a former process of rank 0 has called already
-            if not told and (refused := refusals(self._root)):
+            if not told and refusals(root):
                 told = True
-                log.warning("%s the store is at port %d.%s", self._where, self._root.port, refused)
+                log.warning("%s a rank may be missing%s", self._where, _where_met(root))
             if self._reason:
                 deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT.total_seconds())
         return self._reason

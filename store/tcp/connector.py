@@ -18,7 +18,15 @@ from collectives.secret import SECRET, WAY_OUT
 from collectives.store.tcp.proof import PROOF_WANTED, UnprovedError, prove
 from collectives.store.tcp.wire import MAGIC, TURNED_AWAY, Command, u32
 
-__all__ = ["ANSWER_S", "Connection", "Connector", "LocalConnection", "NoStoreError", "Trust"]
+__all__ = [
+    "ANSWER_S",
+    "Connection",
+    "Connector",
+    "LocalConnection",
+    "NoStoreError",
+    "Trust",
+    "is_of_this_machine",
+]
 
 log = Log()
 
@@ -163,9 +171,10 @@ class Connector:
                     raise NoStoreError(
                         f"no store server answers at {self._shown_as}: gave up after "
                         f"{time.monotonic() - start:.1f} s (limit {timeout:g} s) and "
-                        f"{attempts} attempts, the last one: {_reason(error)}. Does the process that runs "
-                        "the server (rank 0, or torchrun's agent) run? Do MASTER_ADDR and MASTER_PORT name "
-                        "its machine and port on all ranks, and does no firewall stand between?"
+                        f"{attempts} attempt{'s' if attempts > 1 else ''}, the last one: "
+                        f"{_reason(error)}. Does the process that runs the server (rank 0, or torchrun's "
+                        "agent) run? Do MASTER_ADDR and MASTER_PORT name its machine and port on all ranks, "
+                        "and does no firewall stand between?"
                     ) from error
                 if not told and time.monotonic() - start >= _SILENT_S:
                     told = True
@@ -187,7 +196,7 @@ class Connector:
         except UnicodeError as error:
             raise ValueError(f"{self._host!r} cannot be the name of a machine: {error}") from error
         if self._trust.own_user_only:
-            known, addresses = addresses, [one for one in addresses if _is_of_this_machine(str(one[4][0]))]
+            known, addresses = addresses, [one for one in addresses if is_of_this_machine(str(one[4][0]))]
             if known and not addresses:
                 raise NoStoreError(
                     f"the store server at {self._shown_as} is on another machine, and this process has "
@@ -227,7 +236,12 @@ class Connector:
         if self._trust.key is not None:
             prove(connection, self._trust.key, answer_by)
         connection.send(_greeting(nonce), answer_by)
-        answer = connection.receive(4, answer_by)
+        try:
+            answer = connection.receive(4, answer_by)
+        except TimeoutError as error:
+            raise TimeoutError(
+                "what listens there does not answer: another service, or a stopped one"
+            ) from error
         if answer == PROOF_WANTED != nonce:
             raise NoStoreError(
                 f"the store server at {self._shown_as} takes only processes that know its job's secret, and "
@@ -271,7 +285,7 @@ def _remaining(deadline: float) -> float:
     return min(remaining, 1e6)
 
 
-def _is_of_this_machine(address: str) -> bool:
+def is_of_this_machine(address: str) -> bool:
     """Tells whether this machine has a network address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ from collectives.secret import SECRET, derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
 from collectives.store.own_user import own_user_only
 from collectives.store.tcp.client import Client
-from collectives.store.tcp.connector import Trust
+from collectives.store.tcp.connector import Trust, is_of_this_machine
 from collectives.store.tcp.limits import max_server_bytes
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
@@ -465,6 +465,14 @@ class TCPStore(Store):
 def _trust(purpose: str) -> Trust:
     """Returns who may come in, and where this process may go, by the environment."""
     return Trust(derived_key(purpose), own_user_only())
+
+
+def elsewhere(store: TCPStore) -> str:
+    """Returns in words that the address of this process's server is none of this machine, or nothing."""
+    literal = store.host.replace(".", "").isdecimal() or ":" in store.host  # a name may take long to look up
+    if store.is_master and literal and not is_of_this_machine(store.host):
+        return ", which is no address of rank 0's machine"
+    return ""
 
 
 def refusals(store: Any) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +162,41 @@ def test_a_server_that_ends_and_does_not_come_again() -> None:
     assert text.startswith("[rank 1] init_process_group: the store has failed before rank 0 has answered")
     assert "look at rank 0" in text
     assert text.endswith("no other server has come within the limit of 2 s")
+
+
+def test_a_service_that_is_no_store_is_told_from_nobody_who_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(collectives.DistNetworkError, match="what listens there does not answer: another"):
+            join_as_rank_1(port, 0.6)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1", "127.0.0.1:29500", "[::1]", "host/"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_with_more_than_the_address(
+    address: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match="MASTER_ADDR must be a name or an address alone, is '"):
+        collectives.init_process_group("host", rank=rank, world_size=2)
+
+
+def test_a_url_without_a_scheme() -> None:
+    with pytest.raises(ValueError, match=r"No rendezvous handler .* Is tcp://127\.0\.0\.1:29500 meant\?"):
+        collectives.init_process_group("host", "127.0.0.1:29500", rank=0, world_size=2)
+
+
+def test_where_ranks_that_are_missing_should_have_come(tmp_path: Path) -> None:
+    short = timedelta(milliseconds=100)
+    url = f"tcp://192.0.2.7:{free_port()}"
+    with pytest.raises(collectives.DistStoreError, match="which is no address of rank 0's machine"):
+        collectives.init_process_group("host", url, short, world_size=2, rank=0)
+    with pytest.raises(collectives.DistStoreError, match=r"The store is the file /.*/store, which all ranks"):
+        collectives.init_process_group("host", f"file://{tmp_path}/store", short, world_size=2, rank=0)
+    for store in (collectives.HashStore(), torch.distributed.HashStore()):
+        with pytest.raises(collectives.DistStoreError, match="HashStore, which no other process reaches"):
+            collectives.init_process_group("host", None, short, world_size=2, rank=0, store=store)
 
 
 def join_as_rank_1(port: int, limit: float) -> None:

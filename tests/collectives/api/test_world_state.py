@@ -157,7 +157,7 @@ def test_default_backend_of_the_cpu_is_host(arguments: dict[str, object]) -> Non
         ({"rank": -2}, "rank must not be negative, but is -2"),
         ({"backend": "hots"}, "unknown backend 'hots'; known are"),
         ({"timeout": timedelta(0)}, "timeout must be positive"),
-        ({"device_id": torch.device("cuda")}, "device_id is cuda, but (the accelerator|must have an index)"),
+        ({"device_id": torch.device("cuda")}, "device_id is cuda, but (this machine has|must have an index)"),
     ],
 )
 def test_wrong_arguments_end_before_anything_is_sent(arguments: dict[str, object], reason: str) -> None:

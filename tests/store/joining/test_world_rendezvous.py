@@ -356,7 +356,7 @@ def test_who_comes_when_the_world_is_made_is_told_so(
     one_world(world_of(store, 2))
     with pytest.raises(DistStoreError, match=re.escape(f"rank 0 did not answer within 0.2 s; {why}")):
         join_world(store, rank, 3, "x", timedelta(milliseconds=200))
-    assert f"[rank {rank}] init_process_group: rank 0 has not answered for 0.05 s: {why}" in caplog.text
+    assert f"[rank {rank}] init_process_group: rank 0 has not answered for 0.05 s; {why}" in caplog.text
 
 
 def test_who_has_left_a_world_may_come_early_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
