@@ -300,8 +300,12 @@ class Enqueuer:
                 raise refused
             self._launch(device, sequences, kept)
             pending.issued(current, list(streams), kept)
-        except BaseException as error:
+        except NcclError as error:
             self._note_failure(pending, error)
+            raise
+        except BaseException:
+            # A signal's handler may have raised: what was begun by then uses the tensors until it has ended.
+            pending.issued(current, list(streams), kept)
             raise
         return pending
 
@@ -329,10 +333,11 @@ class Enqueuer:
         """Puts copies and calls on their streams; adds the tensors that they use to ``kept``."""
         calls: list[Callable[[], object]] = []
         for sequence in sequences:
-            if sequence.before:
-                _copy(device, sequence.stream, sequence.before)
             calls += sequence.calls
             kept += sequence.kept
+        for sequence in sequences:
+            if sequence.before:
+                _copy(device, sequence.stream, sequence.before)
         if len(calls) == 1:
             calls[0]()
         elif calls:

@@ -7,9 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.backends.nccl import ProcessGroupNCCL
+from collectives.backends.nccl.operations.enqueue import Enqueuer
 from collectives.backends.round_robin.work import LaneWork
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
@@ -97,6 +100,30 @@ def kept_alive(group: ProcessGroup) -> None:
     del x, work
     gc.collect()
     assert eventually(lambda: alive() is None), "kept beyond wait()"
+
+
+def kept_alive_where_a_signal_raises(group: ProcessGroup) -> None:
+    """Tensors of an operation live as long when a signal's handler raises before its Work is there."""
+    device = DoubleDevice.shared(CPU)
+    own, launch = pool_stream(), Enqueuer._launch
+
+    def interrupted(*arguments: Any) -> None:
+        launch(*arguments)
+        raise KeyboardInterrupt
+
+    with device.using(own):
+        device.sleep(own, DELAY)
+        x = torch.ones(1000)
+        alive = weakref.ref(x)
+        with mock.patch.object(Enqueuer, "_launch", interrupted), suppress(KeyboardInterrupt):
+            group.allreduce(x)
+        del x
+        gc.collect()
+        assert alive() is not None, "freed while NCCL uses it"
+    group.allreduce(torch.ones(1)).wait()
+    group.barrier().wait()
+    assert eventually(lambda: alive() is None), "never let go"
+    assert group._first_cause() is None
 
 
 def waited_for_elsewhere(group: ProcessGroup) -> None:
@@ -376,6 +403,7 @@ def streams(group: ProcessGroup) -> None:
         asynchronous,
         on_the_current_stream,
         kept_alive,
+        kept_alive_where_a_signal_raises,
         futures,
         last_steps,
         last_steps_of_nobody,
