@@ -135,7 +135,7 @@ bool BootstrapLeader::go_on(Newcomer& newcomer) {
       case Handshake::Status::goes_on:
         return true;
       case Handshake::Status::asks:
-        admit(newcomer);
+        admit(newcomer, *newcomer.handshake);
         return false;
       default:
         return false;
@@ -146,11 +146,11 @@ bool BootstrapLeader::go_on(Newcomer& newcomer) {
   }
 }
 
-void BootstrapLeader::admit(Newcomer& newcomer) {
-  const Hello hello = hello_of(*newcomer.handshake);
+void BootstrapLeader::admit(Newcomer& newcomer, Handshake& handshake) {
+  const Hello hello = hello_of(handshake);
   const bool fits = hello.purpose == Purpose::memory && hello.to == members_.front() && hello.size == size_ &&
                     std::find(members_.begin() + 1, members_.end(), hello.from) != members_.end();
-  if (!fits || follower(hello.from).socket || !newcomer.handshake->confirm(newcomer.socket.get())) return;
+  if (!fits || follower(hello.from).socket || !handshake.confirm(newcomer.socket.get())) return;
   follower(hello.from).process = std::move(newcomer.process);
   follower(hello.from).socket = std::move(newcomer.socket);
 }

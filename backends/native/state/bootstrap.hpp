@@ -86,7 +86,7 @@ class BootstrapLeader {
   void take_newcomer();
   // Returns whether it may stay.
   bool go_on(Newcomer& newcomer);
-  void admit(Newcomer& newcomer);
+  void admit(Newcomer& newcomer, Handshake& handshake);
 
   Follower& follower(int rank) { return followers_[static_cast<std::size_t>(rank)]; }
 

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -74,13 +75,13 @@ void test_strangers_at_the_port() {
   const std::unique_ptr<Group> group = leader(0, std::move(own), other);
   const Descriptor silent = begin_connect(endpoint, "");
   CHECK(!dial(endpoint, {}, std::string(32, 'x')));
+  const auto no_purpose = std::bit_cast<Purpose>(std::uint32_t{9});
   for (const Hello& wrong :
        {Hello{.from = 0, .size = 2}, Hello{.from = 7, .size = 2}, Hello{.from = -1, .size = 2},
         Hello{.from = 1, .to = 1, .size = 2}, Hello{.from = 1, .size = 3},
         Hello{.from = 1, .size = 2, .purpose = Purpose::memory},
-        Hello{.from = 1, .size = 2, .purpose = static_cast<Purpose>(9)},
-        Hello{.from = 1, .size = 2, .index = -1}, Hello{.from = 1, .size = 2, .index = 1000},
-        Hello{.version = 1, .from = 1, .size = 2}}) {
+        Hello{.from = 1, .size = 2, .purpose = no_purpose}, Hello{.from = 1, .size = 2, .index = -1},
+        Hello{.from = 1, .size = 2, .index = 1000}, Hello{.version = 1, .from = 1, .size = 2}}) {
     CHECK(!dial(endpoint, wrong));
   }
   const Descriptor garbage = begin_connect(endpoint, "");
