@@ -154,7 +154,7 @@ class TestTcp:
             collectives.DistStoreError,
             match=r"^Timed out after [\d.]+ seconds waiting for clients. 1/2 clients joined",
         ):
-            join(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=0.3))
+            join(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=1))
 
 
 class TestEnv:

@@ -164,6 +164,7 @@ class TestProcesses:
                 client.set_timeout(timedelta(seconds=0.5))
             pid = int(server.evaluate("os.getpid()"))
             os.kill(pid, signal.SIGSTOP)
+            until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             try:
                 start = time.monotonic()
                 for result in [*map(threads.submit, calls, clients)]:
