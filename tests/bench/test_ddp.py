@@ -285,7 +285,7 @@ def test_a_model_that_nobody_named_is_skipped_where_memory_is_too_little(monkeyp
         (["--peers", "torch:gloo+one-bit"], "has no known hook or option; torch knows +noop"),
         (["--peers", "alone+noop"], "has no known hook or option; alone knows none"),
         (["--hooks", "zip"], "peer 'ours:host+zip' has no known hook"),
-        (["--machines", "3"], "2 ranks cannot be shared equally among 3 machines"),
+        (["--machines", "3", "--peers", "alone"], "2 ranks cannot be shared equally among 3 machines"),
         (["--machines", "2"], "ours:mpi is started by mpirun"),
         (["--link", "1gbit", "--peers", "alone"], "a link joins machines"),
         (["--peers", "ours:host+noop+fp16"], "has an option twice, or two hooks"),
