@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -86,6 +87,12 @@ class Operation:
         )
         self._record.begin(begun)
         return begun
+
+    def replayed(self) -> Operation:
+        """Returns the operation as it is in a replay of the CUDA graph that it was captured into."""
+        again = copy.copy(self)
+        again.detail = ", ".join(filter(None, (self.detail, "in a CUDA graph")))
+        return again
 
     @property
     def about(self) -> dict[str, Any]:

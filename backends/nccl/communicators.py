@@ -25,6 +25,7 @@ from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclDataType, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.operations.replays import Replays
 from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import CollectiveTimeoutError, DistBackendError
@@ -51,6 +52,7 @@ class StreamedCommunicator:
 
     communicator: Communicator
     stream: Stream
+    replays: Replays
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class Communicators:
 
     def _with_stream(self, device: CudaDevice, communicator: Communicator) -> StreamedCommunicator:
         stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
-        return StreamedCommunicator(communicator, stream)
+        return StreamedCommunicator(communicator, stream, Replays(device))
 
     def _make(
         self, device: CudaDevice, key: str, ranks: Sequence[int], limit: timedelta, count: int = 1

@@ -63,7 +63,9 @@ class ProcessGroupNCCL(ProcessGroup):
 
     **CUDA graphs.** Operations may be captured, after one that made the connections. Graphs must be let go of
     before the group: NCCL cannot end a communicator while one holds its operations. The end of the group then
-    goes on after ten seconds, with a warning.
+    goes on after ten seconds, with a warning. A replay has the time limits of its operations, each from its
+    own beginning, and ends where a rank that it needs is gone: what it writes from then on may be anything,
+    the error is logged, and every later call raises it.
 
     **Errors.** NCCL compares nothing between ranks: different operations at one place of the order give wrong
     values or wait for each other. A watchdog ends an operation that passes its time limit, or that needs a
@@ -287,7 +289,7 @@ class ProcessGroupNCCL(ProcessGroup):
         for communicator in self._communicators.ends.open():
             error = communicator.async_error()
             if error is not None:
-                self._failures.communicator_failed(self._oldest(), error)
+                self._failures.communicator_failed(self._watchdog.oldest(), error)
 
     def expire(self, pending: PendingOperation) -> None:
         """Fails an operation that passed its time limit, and breaks the group.
@@ -316,9 +318,6 @@ class ProcessGroupNCCL(ProcessGroup):
             error: what CUDA raised.
         """
         self._failures.call_failed(pending, error)
-
-    def _oldest(self) -> PendingOperation | None:
-        return next(iter(self._watchdog.pending()), None)
 
     def _check_missing(self, missing: Sequence[int]) -> None:
         """Raises if the group has ended, or has to because ranks will not come."""

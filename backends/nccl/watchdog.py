@@ -1,8 +1,8 @@
 """A thread that watches the pending operations of one group.
 
-Ten times a second, while any is pending, it checks whether one has completed, has passed its time limit, or
-has met an error of its communicator. For one that has been pending for a second the group asks the store
-about the other ranks.
+Ten times a second, while any is pending or could be replayed in a CUDA graph, it checks whether one has
+completed, has passed its time limit, or has met an error of its communicator. For one that has been pending
+for a second the group asks the store about the other ranks.
 
 All threads have ended when the interpreter does: torch's stores abort the process where a thread comes back
 from them after that.
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import time
 import weakref
 from typing import Protocol
 
 from collectives.backends.nccl.operations.in_flight import PendingOperation
+from collectives.backends.nccl.operations.replays import Replays
 from collectives.logs import Log
 from collectives.threads import start_thread
 
@@ -81,6 +83,8 @@ class Watchdog:
         self._name = name
         self._log = log
         self._pending: list[PendingOperation] = []
+        self._replays: list[Replays] = []
+        self._replayed: list[PendingOperation] = []
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopped = False
@@ -91,17 +95,35 @@ class Watchdog:
     def watch(self, pending: PendingOperation) -> None:
         """Begins to watch an operation."""
         with self._lock:
-            if self._thread is None and not self._stopped:
-                self._thread = start_thread(self._run, self._name)
-                _running.add(self)
+            if self._thread is None:
+                self._start()
             self._pending.append(pending)
             if len(self._pending) == 1:
                 self._changed.notify()
+
+    def watch_replays(self, replays: Replays) -> None:
+        """Begins to watch operations in CUDA graphs, for good: nobody knows when those are replayed."""
+        with self._lock:
+            if replays not in self._replays:
+                if self._thread is None:
+                    self._start()
+                self._replays.append(replays)
+                self._changed.notify()
+
+    def _start(self) -> None:
+        if not self._stopped:
+            self._thread = start_thread(self._run, self._name)
+            _running.add(self)
 
     def pending(self) -> list[PendingOperation]:
         """Returns the operations that are not known to have ended, oldest first."""
         with self._lock:
             return list(self._pending)
+
+    def oldest(self) -> PendingOperation | None:
+        """Returns an operation that is under way, ``None`` where none is known to be."""
+        with self._lock:
+            return next(itertools.chain(self._pending, self._replayed), None)
 
     def stop(self) -> None:
         """Lets the thread end by itself, within a moment."""
@@ -136,14 +158,15 @@ class Watchdog:
     def _wait(self) -> bool:
         """Waits for the next check; returns whether there is to be one."""
         with self._lock:
-            while not self._pending and not self._stopped:
+            while not (self._pending or self._replays or self._stopped):
                 self._changed.wait()
             if not self._stopped:
                 self._changed.wait(_TICK_SECONDS)
             return not self._stopped
 
     def _check(self, group: Watched) -> None:
-        for pending in self.pending():
+        watched = self.pending()
+        for pending in watched:
             try:
                 ended = pending.ended()
             except RuntimeError as error:
@@ -154,12 +177,25 @@ class Watchdog:
                     self._pending.remove(pending)
             elif time.monotonic() >= pending.deadline:
                 group.expire(pending)
-        group.check_communicators()
+        self._check_replays(group)
+        if watched or self._replayed:
+            group.check_communicators()
         self._check_slow(group)
+
+    def _check_replays(self, group: Watched) -> None:
+        with self._lock:
+            replays = list(self._replays)
+        seen = [one for one in (some.poll() for some in replays) if one is not None and one.error is None]
+        with self._lock:
+            self._replayed = list(seen)
+        for one in seen:
+            if time.monotonic() >= one.deadline:
+                group.expire(one)
 
     def _check_slow(self, group: Watched) -> None:
         now = time.monotonic()
-        slow = next((pending for pending in self.pending() if now - pending.began >= _SLOW_SECONDS), None)
+        under_way = itertools.chain(self.pending(), self._replayed)
+        slow = next((pending for pending in under_way if now - pending.began >= _SLOW_SECONDS), None)
         if slow is None:
             if self._slow_reported:
                 group.check_peers(None)

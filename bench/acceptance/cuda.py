@@ -30,12 +30,12 @@ _TESTS_OF_MPI: Final = "tests/gpu/test_mpi.py"
 
 
 class _CudaGraph:
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._mode = mode
 
     def capture(self) -> AbstractContextManager[object]:
-        # Threads that watch groups may call CUDA meanwhile.
-        return torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+        return torch.cuda.graph(self._graph, capture_error_mode=self._mode)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -112,9 +112,9 @@ class CudaPlatform(Platform):
         """Lets the current stream count cycles, at most 2 GHz."""
         torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
 
-    def graph(self) -> Graph:
+    def graph(self, mode: str = "thread_local") -> Graph:
         """Returns a graph of CUDA."""
-        return _CudaGraph()
+        return _CudaGraph(mode)
 
     @contextmanager
     def refusing_to_wait(self) -> Iterator[None]:

@@ -101,6 +101,36 @@ def _live_graph(context: Context) -> None:
     context.answer(found=tensor.tolist(), wanted=[float(context.size**4)] * 3)
 
 
+def _loss_in_a_replay(context: Context) -> None:
+    _replay_without_the_last(context, context.connected(), signal.SIGKILL)
+
+
+def _stop_in_a_replay(context: Context) -> None:
+    _replay_without_the_last(context, context.connected(_SHORT_S), signal.SIGSTOP)
+
+
+def _replay_without_the_last(context: Context, group: Any, happens: signal.Signals) -> None:
+    """Replays a graph with an operation that the last rank does not come to."""
+    tensor = context.ones(3)
+    group.allreduce(tensor).wait()
+    group.barrier().wait()
+    graph = context.platform.graph()
+    with graph.capture():
+        group.allreduce(tensor).wait()
+    context.meet("captured")
+    if context.last:
+        os.kill(os.getpid(), happens)
+
+    def goes_on() -> None:
+        graph.replay()
+        context.platform.finish()  # which the replay holds up until it is broken off
+        group.allreduce(tensor)
+
+    context.answer_error_of(goes_on)
+    graph.reset()
+    group.abort()
+
+
 def _live_loss(context: Context) -> None:
     module = _network(context, context.connected())
     inputs = torch.ones(3, 4).to(context.platform.kind)
@@ -234,6 +264,17 @@ CASES: Final[Mapping[str, Case]] = {
     "missing": Case("a rank does not come", _missing, _survivors("CollectiveTimeoutError", status=0)),
     "uncaught": Case("an uncaught exception with an open irecv", _uncaught, _uncaught_judge),
     "live_graph": Case("exit with a live CUDA graph", _live_graph, _graph_judge),
+    "loss_in_a_replay": Case(
+        "SIGKILL during the replay of a graph",
+        _loss_in_a_replay,
+        _survivors("PeerLostError", status=-signal.SIGKILL),
+    ),
+    "stop_in_a_replay": Case(
+        "SIGSTOP during the replay of a graph",
+        _stop_in_a_replay,
+        _survivors("GroupAbortedError", status=None),
+        leaves=True,
+    ),
     "live_loss": Case("exit with a loss of which nobody calls backward()", _live_loss, _exit_judge),
     "loss_in_training": Case(
         "a forward that follows a loss in backward()",

@@ -154,6 +154,9 @@ class _Device(CudaDevice):
     def _functions() -> Sequence[int]:
         return [_NOTHING] * len(_native.CudaStreams.functions())
 
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     @staticmethod
     def reduces_float8() -> bool:
         return True

@@ -108,8 +108,13 @@ class Platform(ABC):
         """Lets the current stream do nothing for about that long; does not block."""
 
     @abstractmethod
-    def graph(self) -> Graph:
-        """Returns a new graph that holds nothing."""
+    def graph(self, mode: str = "thread_local") -> Graph:
+        """Returns a new graph that holds nothing.
+
+        Args:
+            mode: whom its capture forbids calls that may be unsafe: ``"thread_local"`` the thread that
+                captures, ``"global"``, which is torch's own choice, all threads.
+        """
 
     @abstractmethod
     def refusing_to_wait(self) -> AbstractContextManager[object]:

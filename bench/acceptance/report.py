@@ -124,12 +124,15 @@ class Report(BaseReport[Row]):
         y = "time (us), slowest rank, median and p10 to p90"
         for row in self.records:
             if row.section == "bandwidth" and "records" in row.figures:
-                by_peer: dict[str, list[tuple[float, Timing]]] = {}
+                charts: dict[str, dict[str, list[tuple[float, Timing]]]] = {}
                 for record in row.figures["records"]:
                     cold = Timing(**{name: record["cold"][name] for name in Timing.__slots__})
+                    by_peer = charts.setdefault(record["operation"], {})
                     by_peer.setdefault(record["peer"], []).append((record["size_bytes"], cold))
-                curves = [curve_of(peer, points) for peer, points in by_peer.items()]
-                yield Chart(f"all_reduce, {row.name.removeprefix('all, ')}", "size (bytes)", y, curves)
+                where = row.name.partition(", ")[2]
+                for operation, by_peer in charts.items():
+                    curves = [curve_of(peer, points) for peer, points in by_peer.items()]
+                    yield Chart(f"{operation}, {where}", "size (bytes)", y, curves)
 
     def count(self, verdict: Verdict) -> int:
         """Returns the number of rows with a verdict."""

@@ -21,7 +21,13 @@ from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
 from collectives.bench.acceptance.repository import run_tests
-from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, models_of, training_rows
+from collectives.bench.acceptance.speed import (
+    bandwidth_rows,
+    host_cost_rows,
+    models_of,
+    other_bandwidth_rows,
+    training_rows,
+)
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.statements import unkept
 
@@ -188,13 +194,13 @@ def _conformance(plan: Plan) -> Iterator[Row]:
     for ranks in plan.several:
         peers: dict[Question, Answer] = {}
         ask = partial(_ask, plan, ranks)
-        check = partial(ask, plan.providers[0], platform.peer, platform.take_for_peer, peers)
+        check = partial(ask, plan.providers[0], platform.peer, platform.take_for_peer, None, peers)
         yield checked("conformance", f"torch:{platform.peer}, {ranks} ranks", partial(_as_far, check))
         for provider in plan.providers:
             answers: dict[Question, Answer] = {}
             where = f"{provider}, {ranks} ranks"
             with _provider_chosen(provider):
-                check = partial(ask, provider, platform.backend, platform.take, answers)
+                check = partial(ask, provider, platform.backend, platform.take, platform.finish, answers)
                 yield checked("conformance", f"all, {where}", check)
             for title in dict.fromkeys(question.title for question in answers):
                 some = {question: a for question, a in answers.items() if question.title == title}
@@ -207,6 +213,7 @@ def _ask(
     provider: str,
     backend: str,
     take: Callable[[int, int], object],
+    verify: Callable[[], object] | None,
     answers: dict[Question, Answer],
 ) -> Found:
     """Asks ranks of a backend all questions of a provider, and notes the answers.
@@ -224,7 +231,16 @@ def _ask(
             )
 
     device = plan.platform.kind
-    examine(backend, ranks, asked, imports=["collectives"], progress=note, device=device, prepare=take)
+    examine(
+        backend,
+        ranks,
+        asked,
+        imports=["collectives"],
+        progress=note,
+        device=device,
+        prepare=take,
+        verify=verify,
+    )
     return f"{len(answers)} questions were answered", {}
 
 
@@ -321,7 +337,8 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
 def _bandwidth(plan: Plan) -> Iterator[Row]:
     for ranks in plan.several:
         provider = plan.providers[0]
-        yield from bandwidth_rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
+        for rows in (bandwidth_rows, other_bandwidth_rows):
+            yield from rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
 
 
 def _training(plan: Plan) -> Iterator[Row]:
@@ -363,7 +380,7 @@ def budget_for(plan: Plan, sections: Sequence[str]) -> Budget:
         "conformance": Work(teams * sum(_START_S + _QUESTION_S * n for n in (examined[0], *examined))),
         "streams": Work(_CASE_S * len(_runs(streams.CASES, plan))),
         "failures": Work(_FAILURE_S * len(_runs(failures.CASES, plan))),
-        "bandwidth": Work(teams * _START_S, teams * measured),
+        "bandwidth": Work(2 * teams * _START_S, 2 * teams * measured),
         "training": Work(trained * _START_S, trained * measured),
         "host-cost": Work(10.0),
         "tests": Work(_TESTS_S * teams),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,6 +21,8 @@ __all__ = ["CASES"]
 _COUNT: Final = 1 << 14
 _LATE_S: Final = 1.0
 _TURNS: Final = 10
+_WATCHED_S: Final = 0.05
+"""Of ten such times, threads that watch groups look at what is under way in some."""
 _WARM_UP: Final = 11
 """Iterations before one is captured, as torch asks for."""
 _CLOSE: Final = 1e-5
@@ -153,6 +156,36 @@ def _captured(context: Context) -> None:
     context.answer(found=found, wanted=wanted)
 
 
+def _captured_beside_others(context: Context) -> None:
+    """Captures in the mode that forbids most, while another thread issues, and threads of ours watch that."""
+    group, other = context.connected(), context.connected(name="beside")
+    tensor, elsewhere = context.ones(_COUNT), context.full(_COUNT, 0.0)
+    group.barrier().wait()
+
+    def goes_on() -> None:
+        for _ in range(_TURNS):
+            other.allreduce(elsewhere).wait()
+            time.sleep(_WATCHED_S)
+
+    thread = threading.Thread(target=goes_on)
+    graph = context.platform.graph("global")
+    with graph.capture():
+        group.allreduce([tensor], AllreduceOptions(asyncOp=False)).wait()
+        thread.start()
+        thread.join()
+        group.allreduce(tensor).wait()
+    found, wanted = [], []
+    for turn in range(_TURNS):
+        tensor.fill_(float(turn))
+        graph.replay()
+        found += _values(tensor)
+        wanted.append(float(turn * context.size**2))
+    graph.reset()
+    other.shutdown()
+    group.shutdown()
+    context.answer(found=found, wanted=wanted)
+
+
 def _captured_training(context: Context) -> None:
     group, kind = context.connected(), context.platform.kind
     given = torch.zeros(8, 16, device=kind)
@@ -214,6 +247,9 @@ CASES: Final[Mapping[str, Case]] = {
     "no_waiting": Case("no call waits for a stream", _no_waiting, _right),
     "no_waiting_training": Case("no step of training waits for a stream", _no_waiting_training, _right),
     "captured": Case("collectives in a graph", _captured, _right),
+    "captured_beside_others": Case(
+        "a capture that forbids unsafe calls to all threads", _captured_beside_others, _right
+    ),
     "captured_training": Case("an iteration of training in a graph", _captured_training, _right),
 }
 """The checks by the name of their body."""

@@ -124,6 +124,7 @@ def examine(
     progress: Callable[[Question, Answer], object] = lambda *_: None,
     device: str = "cpu",
     prepare: Callable[[int, int], object] | None = None,
+    verify: Callable[[], object] | None = None,
 ) -> dict[Question, Answer]:
     """Asks all questions; returns the answers.
 
@@ -138,6 +139,7 @@ def examine(
         prepare: called by every rank with its number and the number of ranks, before all else; a function at
             the top level of a module. ``None`` gives the ranks the machine's CUDA devices where tensors are
             on those; ranks share them where there are fewer.
+        verify: called by every rank after each question, likewise; what it raises makes the answer wrong.
 
     Raises:
         RuntimeError: the ranks cannot make a group of the backend.
@@ -147,7 +149,7 @@ def examine(
     try:
         for question in asked:
             if examinees is None:
-                examinees = _Examinees(backend, ranks, timeout_s, imports, device, prepare)
+                examinees = _Examinees(backend, ranks, timeout_s, imports, device, prepare, verify)
             answer, usable = examinees.ask(question)
             answers[question] = answer
             progress(question, answer)
@@ -179,11 +181,13 @@ class _Examinees:
         imports: Sequence[str],
         device: str,
         prepare: Callable[[int, int], object] | None,
+        verify: Callable[[], object] | None,
     ) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="collectives-conformance-")
-        place = (backend, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports), device, prepare)
-        self._ranks = SpawnedRanks(ranks, _serve, place)
+        path = f"{self._folder.name}/store"
+        about = (backend, ranks, path, timeout_s, tuple(imports), device, prepare, verify)
+        self._ranks = SpawnedRanks(ranks, _serve, about)
         try:
             first = self._ranks.collect(_START_S + timeout_s)
             if first != [_READY] * ranks:
@@ -252,6 +256,7 @@ def _serve(
     imports: tuple[str, ...],
     device: str,
     prepare: Callable[[int, int], object] | None,
+    verify: Callable[[], object] | None,
 ) -> None:
     """Body of a rank: answers until the connection closes."""
     torch.set_num_threads(1)
@@ -275,7 +280,13 @@ def _serve(
         return
     connection.send(_READY)
     for question, which in commands(connection):
-        connection.send(_reply(question, which, rank, ranks, device))
+        reply = _reply(question, which, rank, ranks, device)
+        if verify is not None:
+            try:
+                verify()
+            except Exception as error:  # noqa: BLE001 - judged
+                reply = Status.WRONG, f"rank {rank}: {_in_words(error)}", reply[2]
+        connection.send(reply)
 
 
 def _reply(question: Question, which: int, rank: int, ranks: int, device: str) -> tuple[Status, str, bool]:

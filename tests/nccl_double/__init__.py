@@ -154,6 +154,14 @@ class NcclDouble:
         """Lets the next call of a function of NCCL fail, such as ``"ncclAllReduce"``."""
         self._library.double_fail_next(function.encode(), status, text.encode())
 
+    def delay_next(self, function: str, milliseconds: int) -> None:
+        """Holds the next call of a function of NCCL up, inside it; what it returns is as without that."""
+        self._library.double_delay_next(function.encode(), milliseconds)
+
+    def delayed(self) -> int:
+        """Returns how many calls are held up."""
+        return int(self._library.double_delayed())
+
     def set_async_error(self, handle: int, status: int, text: str = "") -> None:
         """Gives the communicator of a handle an asynchronous error; what runs goes on running."""
         self._do("set_async_error", ctypes.c_void_p(handle), status, text.encode())

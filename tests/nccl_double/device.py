@@ -87,6 +87,12 @@ class DoubleDevice(CudaDevice):
             give_back(tensors)
             enqueue(stream, lambda: poison(tensors))  # which the double still uses until then
 
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return super().pinned(shape, dtype)
+        except RuntimeError:  # without the double's operations, or within one of them
+            return torch.empty(shape, dtype=dtype)
+
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         if on_device():
             return super().to_host(tensor)

@@ -102,8 +102,8 @@ class DoublePlatform(Platform):
         assert isinstance(shared, DoubleDevice)
         shared.sleep(shared.current_stream(), seconds)
 
-    def graph(self) -> device.Graph:
-        return device.Graph()
+    def graph(self, mode: str = "thread_local") -> device.Graph:
+        return device.Graph(mode)
 
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:

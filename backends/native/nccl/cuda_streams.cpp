@@ -7,11 +7,11 @@ namespace collectives {
 namespace {
 
 constexpr int kSuccess = 0;
-constexpr int kNotReady = 600;             // cudaErrorNotReady
-constexpr unsigned kWithoutTimes = 2;      // cudaEventDisableTiming
-constexpr unsigned kNonBlocking = 1;       // cudaStreamNonBlocking: waits for no legacy default stream
-constexpr int kRelaxedCapture = 2;         // cudaStreamCaptureModeRelaxed
-constexpr int kByAddress = 4;              // cudaMemcpyDefault
+constexpr int kNotReady = 600;               // cudaErrorNotReady
+constexpr unsigned kWithoutTimes = 2;        // cudaEventDisableTiming
+constexpr unsigned kNonBlocking = 1;         // cudaStreamNonBlocking: waits for no legacy default stream
+constexpr int kRelaxedCapture = 2;           // cudaStreamCaptureModeRelaxed
+constexpr int kByAddress = 4;                // cudaMemcpyDefault
 constexpr std::uintptr_t kLegacyStream = 1;  // cudaStreamLegacy, which 0 names, too
 
 template <class... Arguments>
@@ -26,18 +26,12 @@ const char* text(void* function, int status) {
 }  // namespace
 
 const std::array<const char*, CudaStreams::function_count> CudaStreams::names = {
-    "cudaGetDevice",
-    "cudaEventCreateWithFlags",
-    "cudaEventRecord",
-    "cudaEventQuery",
-    "cudaEventSynchronize",
-    "cudaStreamWaitEvent",
-    "cudaStreamIsCapturing",
-    "cudaStreamCreateWithPriority",
-    "cudaMemcpyAsync",
-    "cudaThreadExchangeStreamCaptureMode",
-    "cudaGetLastError",
-    "cudaGetErrorName",
+    "cudaGetDevice",         "cudaEventCreateWithFlags",
+    "cudaEventRecord",       "cudaEventQuery",
+    "cudaEventSynchronize",  "cudaStreamWaitEvent",
+    "cudaStreamIsCapturing", "cudaStreamCreateWithPriority",
+    "cudaMemcpyAsync",       "cudaThreadExchangeStreamCaptureMode",
+    "cudaGetLastError",      "cudaGetErrorName",
     "cudaGetErrorString",
 };
 
@@ -141,9 +135,8 @@ void CudaStreams::copy(void* to, const void* from, std::size_t bytes, Stream str
 void CudaStreams::check(int status) const {
   if (status == kSuccess) return;
   call(functions_[get_last_error]);
-  throw CudaError("CUDA error " + std::to_string(status) + ": " +
-                  text(functions_[get_error_string], status) + " (" +
-                  text(functions_[get_error_name], status) + ")");
+  throw CudaError("CUDA error " + std::to_string(status) + ": " + text(functions_[get_error_string], status) +
+                  " (" + text(functions_[get_error_name], status) + ")");
 }
 
 }  // namespace collectives

@@ -1,5 +1,5 @@
-// Streams and events of one CUDA device, by calls of the runtime that this process has loaded. It is called by
-// address: the core is built without CUDA, and has to use the runtime that torch uses.
+// Streams and events of one CUDA device, by calls of the runtime that this process has loaded. It is called
+// by address: the core is built without CUDA, and has to use the runtime that torch uses.
 #pragma once
 
 #include <array>

@@ -25,6 +25,11 @@ Stream = int
 """A ``cudaStream_t``; 0 is the legacy default stream."""
 Event = _native.CudaEvent
 
+_WORD = 4
+_PAGE = 1024
+"""Words of pinned memory that are taken from torch at once."""
+_NUMBERS = 4096
+
 
 def why_no_cuda() -> str | None:
     """Returns why there is no CUDA device here, ``None`` where there is one."""
@@ -61,6 +66,7 @@ class CudaDevice:
         record: returns an event at the present end of a stream.
         order: lets what is issued to a stream from now on begin when another one has passed what it now
             holds.
+        copy: lets a stream copy memory, by addresses: to, from, bytes, stream.
         drop: empties a list of tensors of the calling thread's stream, which may still use them. The caching
             allocator gives memory out again in the order of that.
     """
@@ -84,9 +90,13 @@ class CudaDevice:
         self.is_capturing = streams.is_capturing
         self.record = streams.record
         self.order = streams.order
+        self.copy = streams.copy
         self.current_stream = partial(self._raw_stream, index)
         self._idle: list[tuple[bool, Stream, Event]] = []
         self._taking = threading.Lock()
+        self._table: torch.Tensor | None = None
+        self._pages: list[torch.Tensor] = []
+        self._words_taken = 0
 
     def _open(self) -> int:
         """Makes the device's context; returns the number by which the runtime knows the device."""
@@ -226,10 +236,34 @@ class CudaDevice:
 
         That is pinned memory, which the device writes to without the host.
         """
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        values = self.pinned(tensor.shape, tensor.dtype)
         values.copy_(tensor.detach(), non_blocking=True)
         with self.activate():
             return values, self.record(self.current_stream())
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor in memory of the host that the device reaches."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def take_words(self) -> int:
+        """Returns the address of two words of 32 bits of the host, both zero, that the device reaches.
+
+        They are never given back: a graph may write to them for as long as it lives.
+        """
+        with self._taking:
+            if self._words_taken == len(self._pages) * _PAGE:
+                self._pages.append(self.pinned([_PAGE], torch.int32).zero_())
+            place = self._words_taken % _PAGE
+            self._words_taken += 2
+            return self._pages[-1].data_ptr() + place * _WORD
+
+    def numbers(self) -> tuple[int, range]:
+        """Returns the address, on the device, of two words that are zero, and those of 0, 1, 2 and so on."""
+        with self._taking:
+            if self._table is None:
+                self._table = torch.tensor([0, *range(_NUMBERS)], dtype=torch.int32).to(self.device)
+        zeros = self._table.data_ptr()
+        return zeros, range(zeros + _WORD, zeros + (_NUMBERS + 1) * _WORD, _WORD)
 
     def future(self) -> torch.futures.Future[Any]:
         """Returns a future whose users' streams wait for the one that it was completed on."""

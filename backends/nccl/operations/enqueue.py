@@ -298,7 +298,14 @@ class Enqueuer:
         try:
             if refused is not None:
                 raise refused
+            if captured:
+                for chosen, sequence in zip(placed, sequences, strict=True):
+                    self._watchdog.watch_replays(chosen.replays)
+                    chosen.replays.begin(sequence.stream, operations, peers)
             self._launch(device, sequences, kept)
+            if captured:
+                for chosen, sequence in zip(placed, sequences, strict=True):
+                    chosen.replays.end(sequence.stream)
             pending.issued(current, list(streams), kept)
         except NcclError as error:
             self._note_failure(pending, error)

@@ -87,6 +87,33 @@ def test_abort_from_another_thread(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, aborts, 2)
 
 
+def leaves_in_time(rank: int, size: int, provider: str, path: Path) -> None:
+    """Calls that leave NCCL by themselves have a moment to do so, before their communicator is freed."""
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        double.dry_run(True)
+        double.delay_next("ncclAllReduce", 20)
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                communicator.all_reduce(0, 0, 1, FLOAT, 0, 0)
+            except Exception as error:  # noqa: BLE001 - told below
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while not double.delayed():
+            pass
+        communicator.abort()
+        thread.join()
+        assert not errors
+
+
+@pytest.mark.sampled(1)
+def test_abort_gives_calls_a_moment(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, leaves_in_time, 1)
+
+
 def ends(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, library, communicator):
         data = torch.ones(1)

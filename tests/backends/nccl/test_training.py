@@ -25,7 +25,7 @@ from nccl_double.device import DoubleDevice, Graph
 from nccl_double.groups import SEEDS, load, run_over_double
 from sources import IMPORTED_FROM
 
-from collectives import GroupAbortedError, PeerLostError, ProcessGroup, ReduceOp
+from collectives import CollectiveTimeoutError, GroupAbortedError, PeerLostError, ProcessGroup, ReduceOp
 from collectives.backends.nccl.options import Options
 from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
@@ -587,6 +587,83 @@ def captured_training(group: ProcessGroup, arguments: dict[str, Any]) -> None:
         assert torch.equal(one, other)
     assert captured.reducer.passes == 14
     graph.reset()
+
+
+# ---- replays -------------------------------------------------------------------------------------------
+
+
+def captured_reduction(group: ProcessGroup, late_s: float = 0.0) -> tuple[torch.Tensor, Graph]:
+    """Returns a tensor, and a graph that reduces it, after a while."""
+    device, x = DoubleDevice.shared(CPU), torch.ones(3)
+    group.allreduce(x).wait()
+    group.barrier().wait()
+    graph = Graph()
+    with graph.capture():
+        device.sleep(device.current_stream(), late_s)
+        group.allreduce(x).wait()
+    meet(group, f"captured {next(_meetings)}")
+    return x, graph
+
+
+def killed_in_a_replay(group: ProcessGroup) -> None:
+    told = logged("rank 1 is lost")
+    _, graph = captured_reduction(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    graph.replay()
+    assert eventually(lambda: bool(told)), "nothing was logged"
+    assert "all_reduce #3 (SUM, in a CUDA graph, torch.float32 [3])" in told[0]
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        group.allreduce(torch.ones(1))
+    graph.reset()
+
+
+def missing_in_a_replay(group: ProcessGroup) -> None:
+    """A rank that lives, and does not replay its graph, ends the others' replay after their limit."""
+    told = logged("time limit")
+    _, graph = captured_reduction(group)
+    if group.rank() == 1:
+        current_store().wait(["expired"])
+    else:
+        graph.replay()
+        assert eventually(lambda: bool(told)), "nothing was logged"
+        what = "all_reduce #3 (SUM, in a CUDA graph, torch.float32 [3])"
+        assert f"{what}: passed its time limit of 2 s" in told[0]
+        assert "rank 1 waits in no operation" in told[0]
+        current_store().set("expired", "")
+        with pytest.raises(GroupAbortedError, match="time limit") as caught:
+            group.allreduce(torch.ones(1))
+        assert isinstance(caught.value.cause, CollectiveTimeoutError)
+    graph.reset()
+
+
+def replays_in_time(group: ProcessGroup) -> None:
+    """The limit is for each operation of each replay, from when its stream has got to it."""
+    device = DoubleDevice.shared(CPU)
+    x, graph = captured_reduction(group, late_s=2.5)
+    for _ in range(2):  # one behind the other
+        graph.replay()
+    device.synchronize(device.current_stream())
+    graph.reset()
+    x, graph = captured_reduction(group)
+    for turn in range(40):
+        x.fill_(1.0)
+        graph.replay()
+        if turn % 2:
+            device.synchronize(device.current_stream())
+            time.sleep(0.1)
+    group.barrier().wait()
+    assert x.tolist() == [2.0] * 3
+    graph.reset()
+
+
+@pytest.mark.parametrize(
+    "body", [killed_in_a_replay, missing_in_a_replay, replays_in_time], ids=lambda body: body.__name__
+)
+def test_replays_are_watched(nccl_library: Path, body: Any) -> None:
+    options = {} if body is killed_in_a_replay else {"timeout": timedelta(seconds=2)}
+    lost = {1} if body is killed_in_a_replay else ()
+    run_over_double(body, 2, nccl_library, options=options, lost=lost, timeout=100)
 
 
 def refused_captures(group: ProcessGroup) -> None:

@@ -1,6 +1,7 @@
 #include "communicator.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <sstream>
@@ -24,7 +25,14 @@ int fail(int status, const std::string& text) {
 }
 
 int ordered_failure(const char* function) {
-  const std::lock_guard lock(state().mutex);
+  std::unique_lock lock(state().mutex);
+  if (const auto delay = state().delays.extract(function)) {
+    lock.unlock();
+    ++state().delayed;
+    std::this_thread::sleep_for(std::chrono::milliseconds(delay.mapped()));
+    --state().delayed;
+    lock.lock();
+  }
   const auto found = state().failing.find(function);
   if (found == state().failing.end()) return kSuccess;
   const Failing failing = found->second;

@@ -161,6 +161,8 @@ struct Failing {
 
 struct State {
   std::mutex mutex;
+  std::map<std::string, int> delays;  // milliseconds of the next call of a function, by its name
+  std::atomic<int> delayed{0};        // calls that are held up now
   std::map<const void*, CommunicatorPtr> communicators;
   std::map<std::string, Failing> failing;
   std::multiset<const void*> in_graphs;  // communicators that graphs hold operations of, once for each graph

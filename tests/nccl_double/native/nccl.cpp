@@ -156,6 +156,9 @@ int split(const CommunicatorPtr& comm, int color, int key, const void** handle, 
   std::uint64_t turn, number;
   {
     const std::lock_guard lock(comm->mutex);
+    if (comm->turn != comm->issued) {
+      return fail(kInvalidUsage, "CommSplit : an operation of the communicator is under way");
+    }
     turn = comm->issued++;
     number = comm->splits++;
   }
@@ -446,6 +449,15 @@ void double_fail_next(const char* function, int status, const char* text) {
   const std::lock_guard lock(state().mutex);
   state().failing[function] = {status, text};
 }
+
+// Holds the next call of a function up before it looks at its communicator.
+void double_delay_next(const char* function, int milliseconds) {
+  const std::lock_guard lock(state().mutex);
+  state().delays[function] = milliseconds;
+}
+
+// Returns how many calls are held up.
+int double_delayed() { return state().delayed; }
 
 // Gives a communicator an asynchronous error; its operations go on. Returns 0, or 4 where there is none.
 int double_set_async_error(const void* handle, int error, const char* reason) {
