@@ -27,6 +27,10 @@ class DoubleFuture(torch.futures.Future[Any]):
         self._devices = list(devices or ())
         self._event: int | None = None
 
+    def __class_getitem__(cls, _: object) -> type[DoubleFuture]:
+        """Lets ``Future.then`` of torch, which looks its own class up, name the type of what it returns."""
+        return cls
+
     def set_result(self, result: Any) -> None:
         if not self._devices:
             if any(not is_on_host(tensor) for tensor in tensors_in(result)):
