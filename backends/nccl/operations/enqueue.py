@@ -299,13 +299,9 @@ class Enqueuer:
             if refused is not None:
                 raise refused
             if captured:
-                for chosen, sequence in zip(placed, sequences, strict=True):
-                    self._watchdog.watch_replays(chosen.replays)
-                    chosen.replays.begin(sequence.stream, operations, peers)
-            self._launch(device, sequences, kept)
-            if captured:
-                for chosen, sequence in zip(placed, sequences, strict=True):
-                    chosen.replays.end(sequence.stream)
+                self._capture(placed, device, sequences, kept, operations, peers)
+            else:
+                self._launch(device, sequences, kept)
             pending.issued(current, list(streams), kept)
         except NcclError as error:
             self._note_failure(pending, error)
@@ -333,6 +329,23 @@ class Enqueuer:
             sequences.append(sequence)
             for request in some:
                 request.add_calls(sequence)
+
+    def _capture(
+        self,
+        placed: _Placed,
+        device: CudaDevice,
+        sequences: Sequence[CallSequence],
+        kept: list[torch.Tensor],
+        operations: Sequence[Operation],
+        peers: frozenset[int] | None,
+    ) -> None:
+        """Does :meth:`_launch` into a graph, whose replays are watched."""
+        for chosen, sequence in zip(placed, sequences, strict=True):
+            self._watchdog.watch_replays(chosen.replays)
+            chosen.replays.begin(sequence.stream, operations, peers)
+        self._launch(device, sequences, kept)
+        for chosen, sequence in zip(placed, sequences, strict=True):
+            chosen.replays.end(sequence.stream)
 
     def _launch(
         self, device: CudaDevice, sequences: Sequence[CallSequence], kept: list[torch.Tensor]
