@@ -42,10 +42,10 @@ class Liar(ProcessGroupGloo):
             devices=frozenset({"cpu"}), reductions={torch.float32: frozenset({"SUM", "BAND"})}
         )
 
-    def _admit(self, operation, tensor, op=None, limit=None):
+    def _admit(self, operation, tensor, op=None):
         if op is not None and op.name == "MAX":
             return
-        super()._admit(operation, tensor, op, limit)
+        super()._admit(operation, tensor, op)
 
 
 def lie(rank: int, size: int) -> None:
@@ -68,9 +68,9 @@ class Modest(ProcessGroupGloo):
     def capabilities(self) -> Capabilities:
         return Capabilities(devices=frozenset({"cpu"}), reductions={torch.float32: frozenset({"SUM"})})
 
-    def _admit(self, operation, tensor, op=None, limit=None):
+    def _admit(self, operation, tensor, op=None):
         if tensor.dtype is not torch.float32 or op is None or op.name != "MAX":
-            super()._admit(operation, tensor, op, limit)
+            super()._admit(operation, tensor, op)
 
 
 def be_modest(rank: int, size: int) -> None:

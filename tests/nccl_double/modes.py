@@ -208,8 +208,12 @@ def _watched() -> Iterator[None]:
 
 
 def on_device() -> bool:
-    """Returns whether torch's operations of this thread run as those on tensors of a device."""
-    return getattr(thread, "reads", None) is not None
+    """Returns whether torch's operations of this thread run as those on tensors of a device.
+
+    They do not within an operation of ``c10d``, which torch carries out outside the mode.
+    """
+    within = torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+    return within and getattr(thread, "reads", None) is not None
 
 
 def races() -> str:
