@@ -149,11 +149,12 @@ class _Attempt:
     def invite(self) -> _native.Membership:
         """Rank 0: makes the memory of its machine and hands it to all who can attach it."""
         address, published = _new_address(), random_key()
-        self.key = group_key(self.keys.name_after(address), published)
+        self.key = group_key(self.keys.scope_of(address), published)
         host = _native.BootstrapLeader(address, list(range(self.size)), self.size, self.key)
         self.tuning = tuning_for(self.size)
         invitation = {"place": place(), "system": system(), "address": address, "key": published}
         self.keys.set(_ADDRESS, invitation)
+        self.keys.name_after(address)  # not before, as nobody would find a failure there
         locations = self._gather(host)
         self.several = bool(locations)
         if locations:

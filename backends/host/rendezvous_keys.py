@@ -46,7 +46,11 @@ class RendezvousKeys:
             What tells this attempt from all others, of other groups and worlds too.
         """
         self.prefix = f"host/{address}"
-        return f"{self.asked.scope}{self.prefix}"
+        return self.scope_of(address)
+
+    def scope_of(self, address: str) -> str:
+        """Returns what :meth:`name_after` does, for an address that is not known to the others yet."""
+        return f"{self.asked.scope}host/{address}"
 
     def name(self, name: str, number: int | None = None) -> str:
         """Returns a key of this attempt."""

@@ -150,6 +150,11 @@ class Connector:
             try:
                 return self.connect_once(end)
             except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    raise NoStoreError(
+                        f"no further connection to the store server at {self._shown_as} can be made: "
+                        f"{error.strerror}; raise the limit of open files (ulimit -n), or close some"
+                    ) from error
                 if not isinstance(error, (UnprovedError, TimeoutError)):
                     unproved = ""
                 elif isinstance(error, UnprovedError):
