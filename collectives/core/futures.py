@@ -12,6 +12,7 @@ import torch
 from torch.futures import Future
 
 import collectives._native as _native
+from collectives.dynamo import leave_uncompiled
 
 __all__ = ["OperationFuture"]
 
@@ -22,6 +23,7 @@ _issues: weakref.WeakKeyDictionary[CodeType, bool] = weakref.WeakKeyDictionary()
 """Which callbacks have issued operations, of those that were added in a backward pass."""
 
 
+@leave_uncompiled
 class OperationFuture(Future[_T]):
     """A future of an operation.
 

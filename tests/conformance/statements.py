@@ -93,18 +93,21 @@ class Operations:
         return [(output, [self.of(0, salt=self.me)])]
 
     def send(self) -> Got:
-        output = self.blank()
-        work = self.group.send(self.of(self.me), (self.me + 1) % self.size)
-        self.group.recv(output, (self.me - 1) % self.size).wait()
-        work.wait()
-        return [(output, [self.of((self.me - 1) % self.size)])]
+        return self._pass_on(sends_first=True)
 
     def recv(self) -> Got:
-        output = self.blank()
-        work = self.group.recv(output, (self.me - 1) % self.size)
-        self.group.send(self.of(self.me), (self.me + 1) % self.size).wait()
+        return self._pass_on(sends_first=False)
+
+    def _pass_on(self, sends_first: bool) -> Got:
+        output, right, left = self.blank(), (self.me + 1) % self.size, (self.me - 1) % self.size
+        if self.group.needs_batches:  # where messages of both directions wait for each other
+            sends_first = self.me % 2 == 0
+        calls = [lambda: self.group.send(self.of(self.me), right), lambda: self.group.recv(output, left)]
+        first, second = calls if sends_first else calls[::-1]
+        work = first()
+        second().wait()
         work.wait()
-        return [(output, [self.of((self.me - 1) % self.size)])]
+        return [(output, [self.of(left)])]
 
     def recv_anysource(self) -> Got:
         output = self.blank()
