@@ -95,33 +95,25 @@ def test_the_cost_of_looking_for_unused_parameters(tmp_path):
 @pytest.mark.full
 def test_hooks_send_less_and_models_learn(tmp_path, capsys):
     path = tmp_path / "out.json"
-    names = "none,noop,fp16,int8-block,powersgd-1"
-    words = ["--models", "digits", "--hooks", names, "--iters", "8", "--warmup", "4", "--json", str(path)]
-    assert main(["bench", "ddp", *words]) == 0
+    words = ["--models", "digits", "--hooks", "none,noop,fp16", "--iters", "8", "--warmup", "4"]
+    assert main(["bench", "ddp", *words, "--json", str(path)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ours:host")]
-    assert len(rows) == 2 * 5
-    records = {record["peer"]: record for record in json.loads(path.read_text())["records"]}
-    assert list(records) == [
-        "ours:host",
-        *(f"ours:host+{name}" for name in ("noop", "fp16", "int8-block", "powersgd-1")),
-    ]
-    plain, noop, fp16 = [*records.values()][:3]
+    assert len(rows) == 2 * 3
+    plain, noop, fp16 = json.loads(path.read_text())["records"]
+    assert [one["peer"] for one in (plain, noop, fp16)] == ["ours:host", "ours:host+noop", "ours:host+fp16"]
     size = 4 * plain["parameters"]
     tail = 160  # bytes of the signals at the end of a pass
-    for record, least, most in zip(
-        records.values(), (1, 0, 0.5, 0.25, 0.01), (1, 0, 0.5, 0.26, 0.05), strict=True
-    ):
-        assert least * size <= record["sent_bytes"] <= most * size + tail * (most > 0), record["peer"]
-        assert record["link_bytes"] is None
+    for one, part in ((plain, 1), (noop, 0), (fp16, 0.5)):
+        assert part * size <= one["sent_bytes"] <= part * size + tail * (part > 0), one["peer"]
+        assert one["link_bytes"] is None
+        assert 0 < one["accuracy"] <= 1
     assert plain["iteration"]["calls"] == 8
     assert plain["final_loss"] < plain["first_loss"]
     assert fp16["final_loss"] == pytest.approx(plain["final_loss"], rel=0.02)
-    assert len({record["first_loss"] for record in records.values()}) == 1
-    assert all(0 < record["accuracy"] <= 1 for record in records.values())
+    assert plain["first_loss"] == noop["first_loss"] == fp16["first_loss"]
     assert not noop["ranks_identical"]  # so that the check can fail
-    assert (
-        fp16["ratios"]["time_over_plain"] == fp16["iteration"]["median_us"] / plain["iteration"]["median_us"]
-    )
+    ratio = fp16["iteration"]["median_us"] / plain["iteration"]["median_us"]
+    assert fp16["ratios"]["time_over_plain"] == ratio
 
 
 @pytest.mark.full
