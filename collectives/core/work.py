@@ -114,7 +114,9 @@ def chain(
     if devices is None:
         on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.cuda.current_device()] if on_cuda else []
-    chained: Future[_T] = OperationFuture(devices=devices)
+    # Of one that a hook completes at its next bucket, nobody may wait for within this.
+    kind = OperationFuture if isinstance(future, OperationFuture) else Future
+    chained: Future[_T] = kind(devices=list(devices))
 
     def complete(done: Future[_S]) -> None:
         try:
