@@ -20,8 +20,7 @@ OURS = [name for name, (_, hook, _) in HOOKS.items() if hook is not None]
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
-@pytest.mark.parametrize("always", [False, True], ids=["once", "again"])
-@pytest.mark.parametrize("place", ["first", "middle"])
+@pytest.mark.parametrize(("place", "always"), [("first", True), ("middle", False)], ids=["again", "once"])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", [*OWN, *OURS])
 def test_all_ranks_learn_which_hook_failed_and_train_on(name, where, place, always, backend) -> None:
