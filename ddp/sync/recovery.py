@@ -41,8 +41,6 @@ _USED = (
 
 _MOMENT_S = 0.2
 
-_RECORD_BYTES = 4096
-
 _GROUPS = (ProcessGroup, torch.distributed.ProcessGroup)
 
 
@@ -246,19 +244,21 @@ def _named_by(hook: Any, state: object) -> Iterator[ProcessGroup]:
                 yield group
 
 
-def gather_records(
-    group: ProcessGroup, record: dict[str, Any], device: torch.device, nbytes: int = _RECORD_BYTES
-) -> list[dict[str, Any]]:
+def gather_records(group: ProcessGroup, record: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """Returns the records of all ranks; called by all of them, blocks.
 
     Args:
         group: the ranks.
         record: this rank's, of values that JSON has; the same names on all ranks.
         device: device of tensors that the group takes.
-        nbytes: most bytes that it takes; the same on all ranks.
     """
-    text = json.dumps(record).encode()[:nbytes].ljust(nbytes)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    everyone = torch.empty(group.size() * nbytes, dtype=torch.uint8, device=device)
-    group.all_gather_single(everyone, mine).wait()
-    return [json.loads(row.numpy().tobytes()) for row in group.to_host(everyone).view(group.size(), -1)]
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        everyone = mine.new_empty(group.size() * mine.numel(), device=device)
+        group.all_gather_single(everyone, mine.to(device)).wait()
+        return group.to_host(everyone).view(group.size(), -1)
+
+    text = json.dumps(record).encode()
+    longest = int(gather(torch.tensor([len(text)])).max())
+    rows = gather(torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+    return [json.loads(row.numpy().tobytes()) for row in rows]
