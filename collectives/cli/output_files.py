@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["output_file", "output_folder"]
@@ -17,16 +18,12 @@ def output_file(text: str | Path) -> Path:
         argparse.ArgumentTypeError: nothing can be written there.
     """
     path = Path(text)
-    there = path.exists()
-    try:
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
-        if not there:
-            path.unlink(missing_ok=True)  # another process of a launcher may have been here
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{str(path)!r} cannot be written: {error.strerror}") from error
-    return path
+        path.open("ab").close()
+
+    return _tried(path, write, path.unlink)
 
 
 def output_folder(text: str | Path) -> Path:
@@ -36,14 +33,22 @@ def output_folder(text: str | Path) -> Path:
         argparse.ArgumentTypeError: nothing can be written there.
     """
     path = Path(text)
+
+    def write() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+
+    return _tried(path, write, path.rmdir)
+
+
+def _tried(path: Path, write: Callable[[], object], undo: Callable[[], object]) -> Path:
+    """Returns the path once something could be written there, of which nothing is left."""
     there = path.exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-        if not there:
-            with contextlib.suppress(OSError):  # another process of a launcher may have been here
-                path.rmdir()
+        write()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{str(path)!r} cannot be written to: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    if not there:
+        with contextlib.suppress(OSError):  # another process of a launcher may have been here
+            undo()
     return path

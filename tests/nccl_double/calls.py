@@ -57,7 +57,7 @@ _failures: list[str] = []
 _numbers = itertools.count(1)
 functions: dict[str, Any] = {}
 """The double's functions, by name."""
-library: list[Path] = []
+loaded_from: list[Path] = []
 """The file that the double was loaded from."""
 _default: list[int] = []
 """The default stream, once there is one."""
@@ -88,7 +88,7 @@ def _run(number: int) -> None:
 
 def use(path: Path) -> None:
     """Takes the double that this process has loaded from a file."""
-    library[:] = [path]
+    loaded_from[:] = [path]
     loaded = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, f"double_{name}")

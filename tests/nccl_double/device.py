@@ -47,7 +47,7 @@ class DoubleDevice(CudaDevice):
 
     @staticmethod
     def _functions() -> Sequence[int]:
-        return addresses_in(str(calls.library[0]))
+        return addresses_in(str(calls.loaded_from[0]))
 
     @classmethod
     def shared(cls, device: torch.device) -> CudaDevice:
