@@ -20,7 +20,7 @@ else:  # before Python 3.11 it takes no parameter at run time
 
 
 class Log(_Adapter):
-    """A logger for what concerns a rank, or nobody in particular.
+    """A logger whose records name a rank and a group, if any.
 
     Args:
         name: name of the logger, below ``collectives``.
@@ -38,7 +38,7 @@ class Log(_Adapter):
         """Returns the log of this rank in a group, which is not kept alive.
 
         Args:
-            group: a group of this package, or of ``torch.distributed``; nothing else concerns anybody.
+            group: a group of this package or of ``torch.distributed``; anything else gives this log.
         """
         if hasattr(group, "describe"):
             return Log(self.logger.name, group.rank(), group.describe())

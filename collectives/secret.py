@@ -51,7 +51,7 @@ def derived_key(purpose: str) -> bytes | None:
 
 
 def is_insecure() -> bool:
-    """Returns whether the user lets everybody in who reaches the ports of this process.
+    """Returns whether the user lets in everybody who reaches the ports of this process.
 
     Raises:
         ValueError: there is a secret as well, or the variable is neither ``0`` nor ``1``.

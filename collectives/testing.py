@@ -16,7 +16,7 @@ __all__ = ["world"]
 def world(
     nproc: int = 2, *, scope: str = "session", environment: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
-    """Returns a pytest fixture whose ranks stay while the scope lasts, so that a test costs no start.
+    """Returns a pytest fixture whose ranks live as long as its scope, so that tests need not start them.
 
     The fixture is a function ``run(function, *args)`` as :meth:`collectives.ranks.launching.Ranks.run`. A
     test that fails on a rank ends the ranks; the next test gets new ones.
@@ -27,8 +27,8 @@ def world(
         environment: further environment variables of the ranks.
 
     Returns:
-        The fixture, to be bound to a name in a test's module or in ``conftest.py``. What it gives a test
-        returns what the function returned, by rank, and raises
+        The fixture, to be bound to a name in a test's module or in ``conftest.py``. ``run`` returns what the
+        function returned, by rank, and raises
         :class:`~collectives.ranks.processes.RankFailedError` where a rank failed.
 
     Raises:

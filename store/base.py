@@ -393,7 +393,7 @@ class Store(TorchStore, Uncompiled):
 
 
 def _lacking(store: Store, method: str) -> str:
-    """Returns what is the matter where somebody else's store is without a method that is needed now."""
+    """Returns the error text for a store that lacks a method."""
     return (
         f"Not implemented: {type(store).__name__} has no {method}(), which a store of one's own "
         "may do without; give it one, or use a TCPStore, FileStore or HashStore"

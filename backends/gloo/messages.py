@@ -218,7 +218,7 @@ class _Receive(NotifiedWork):
 
 
 _UNWATCHED_MESSAGES = 64
-"""Messages of which nobody has asked whether they are done, before the group does."""
+"""Unpolled messages, before the group polls them."""
 
 
 class MessagesOwner(Owner, Protocol):

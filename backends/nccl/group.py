@@ -252,7 +252,7 @@ class ProcessGroupNCCL(ProcessGroup):
     # ---- devices -------------------------------------------------------------------------------------------
 
     def _bind_device(self, bound: torch.device, parent: ProcessGroup | None = None) -> None:
-        """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
+        """Makes the communicator of all ranks eagerly; splits the parent's if that was made eagerly."""
         if bound.type != self._make_device.kind or self._bound is not None:
             return
         self._bound = bound

@@ -114,9 +114,9 @@ def _set_log_level(level: DebugLevel) -> None:
 
 
 def checked(group: ProcessGroup, *, detail: bool = False) -> ProcessGroup:
-    """Returns ``group``; at level DETAIL inside a group that compares calls, also where it does so itself.
+    """Returns ``group``; at level DETAIL inside a group that compares calls, even if it compares some itself.
 
-    What backends compare is what they need: not the shapes of tensors of one size.
+    Backends compare what they need, which is not the shapes of tensors of one size.
 
     Args:
         group: the group.

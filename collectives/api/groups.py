@@ -526,7 +526,7 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any | None = None,
 ) -> ProcessGroup:
-    """Makes a group of a group's ranks without some; called by all that are left, and by them only.
+    """Makes a group without some ranks of a group; called by all remaining ranks, and by no other.
 
     Where the default group shrinks, the new one takes its place, ranks count anew, and all other groups are
     aborted. If the rank that served the store is left out, the first of the others serves a new one, empty.
@@ -648,13 +648,13 @@ _beside_torch: WeakKeyDictionary[object, ProcessGroup] = WeakKeyDictionary()
 
 
 def group_beside_torch(group: object, *, make: bool) -> ProcessGroup | None:
-    """Returns the gloo group of the ranks of one of torch's; ``None`` where that is none of Gloo.
+    """Returns our gloo group beside one of torch's; ``None`` where torch's is not over Gloo.
 
     Args:
         group: a ``torch.distributed.ProcessGroup``, not of this package.
-        make: whether to make it where there is none yet, which all its ranks do, and which blocks until they
-            are connected. The connections are its own, over the same devices: what breaks one of our groups
-            must not break the program's.
+        make: whether to make it if there is none yet; called by all its ranks, blocks until they are
+            connected. It has connections of its own, over the same devices: what breaks our group must not
+            break the program's.
     """
     if not isinstance(group, torch.distributed.ProcessGroup):
         return None

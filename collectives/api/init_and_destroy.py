@@ -66,8 +66,8 @@ def init_process_group(
             type, and without one for that of the CPU (``"host"``; torch.distributed takes ``"gloo"``) and of
             the accelerator, where there is one.
         init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or ``"mpi://"`` under
-            ``mpirun``. ``None`` for ``env://``, or for ``mpi://`` with the backend ``mpi`` where the
-            environment does not say it all.
+            ``mpirun``. ``None`` for ``env://``, or for ``mpi://`` with the backend ``mpi`` where variables of
+            ``env://`` are missing.
         timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, and
             10 of the part that is NCCL's.
         world_size: number of ranks.

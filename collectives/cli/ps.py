@@ -145,7 +145,7 @@ def _activity(rank: Rank) -> str:
 
 
 def _complaints(group: Group) -> list[str]:
-    """Returns what is to be told of a group: that it is broken, or who is missing."""
+    """Returns a group's state in words: that it is broken, or which ranks are missing."""
     if group.failure is not None:
         return [f"{group.label} is broken: {group.failure}"]
     waiting = [rank for rank in group.ranks if rank.about["inside"] and rank.about["waits_for"] is not None]

@@ -93,7 +93,7 @@ def _seconds(text: str) -> float:
 
 
 def _why(backend: str, error: RuntimeError) -> str:
-    """Returns what to tell of a backend of which no group can be made."""
+    """Returns the report of a backend that cannot make a group."""
     known = ", ".join(sorted(n for n in torch_dist.Backend.backend_list if ":" not in n and n != "undefined"))
     if torch_dist.is_backend_available(backend):
         return str(error)

@@ -115,7 +115,7 @@ class ForwardingGroup(ProcessGroup):
             group.set_timeout(timeout)
 
     def note_refusal(self) -> None:
-        """Tells all groups, as nobody knows which one the operation was for."""
+        """Tells all groups, as the operation's group is not known."""
         for group in self.inner_groups:
             group.note_refusal()
 

@@ -1,4 +1,4 @@
-"""Copies of a device's outputs in memory of the host, which nobody need wait for before their values are."""
+"""Copies of a device's outputs in host memory, whose values may be awaited later."""
 
 from __future__ import annotations
 

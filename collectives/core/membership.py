@@ -105,7 +105,7 @@ class Membership(BackendInterface):
         return self._global_ranks
 
     def set_global_ranks(self, ranks: Sequence[int]) -> None:
-        """Notes the ranks of the members in the default group; for who makes groups.
+        """Notes the ranks of the members in the default group; called where groups are made.
 
         Args:
             ranks: one for each member, by group rank.
@@ -200,8 +200,8 @@ class Membership(BackendInterface):
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an output of finished operations in memory of the host; blocks until its values are there.
 
-        For CUDA tensors ``Work.wait()`` returns before an operation is done, so that one may still fail, and
-        its outputs hold anything then. Copied by this, they are right.
+        For CUDA tensors ``Work.wait()`` returns before an operation is done, which may still fail and leave
+        anything in its outputs. The copy that this returns is right.
 
         Args:
             tensor: the output; returned as it is where it lies on the CPU.
@@ -243,11 +243,10 @@ class Membership(BackendInterface):
         return LateHostCopy(partial(self.to_host, tensor))
 
     def check_before_shutdown(self, check: Callable[[], None]) -> None:
-        """Has a function called when the group is shut down in order, before anything ends.
+        """Registers a check that an orderly shutdown calls first.
 
-        For what looks at the results of operations after their Works were waited for, where they may fail
-        later than that. What it raises, :meth:`shutdown` raises after the group has ended. Here ``wait()``
-        raises every error, and nothing is left to be looked at.
+        It looks at operations that may fail after ``wait()`` returned. :meth:`shutdown` raises its error
+        after the group has ended. Here ``wait()`` raises every error, so that nothing is registered.
 
         Args:
             check: a method, whose object is not kept alive.

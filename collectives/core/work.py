@@ -47,7 +47,7 @@ _S = TypeVar("_S")
 
 
 def fail(future: Future[_T], error: BaseException) -> None:
-    """Completes a future with a copy of an error, of which everybody who asks for the value raises another.
+    """Completes a future with a copy of an error; whoever asks for the value raises a copy of its own.
 
     The exception itself holds the frames that it was raised through, and these the future. The garbage
     collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
@@ -188,16 +188,16 @@ class Work(Uncompiled, ABC):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors; always the same one.
 
-        It completes with the operation, or with its error. Callbacks run at once where it is done, else on a
-        thread of the process's, those of one future in the order in which they were added. They may wait for
-        any operation and any future, and issue operations; as everywhere, all ranks must issue those of a
-        group in the same order. So a callback that issues operations, and is added by ``then`` within a
-        backward pass, runs there, once the operation is done. One that is new there does, too.
+        It completes with the operation, or with its error. Callbacks run at once if it is done, else on a
+        thread of this package, those of one future in the order in which they were added. They may wait for
+        any operation and any future, and issue operations, those of a group in the same order on all ranks.
+        Therefore a callback that issues operations, and is added by ``then`` within a backward pass, runs
+        there, once the operation is done. So does one that was never seen before.
 
-        Futures of one group complete one after the other, in the order in which their operations ended: the
-        next one's callbacks begin when those of the one before have returned, or where that one sleeps in a
-        callback, but not for a collective that it issued itself. (After five seconds even then.) Those that
-        are asked for within a callback, and those of other groups, do not wait for it.
+        Futures of one group complete one after the other, in the order in which their operations ended. The
+        callbacks of the next one begin when those of the previous one have returned or sleep, but not while
+        they wait for a collective that they issued themselves, up to five seconds. Futures that are asked
+        for within a callback, and those of other groups, do not wait for it.
         """
 
     def is_success(self) -> bool:
@@ -248,7 +248,7 @@ class Work(Uncompiled, ABC):
 
 
 class NotifiedWork(Work):
-    """An operation carried out in Python, of which somebody tells when it has ended."""
+    """An operation carried out in Python, whose owner reports its end."""
 
     __slots__ = ("_asked", "_lock", "_number")
 
@@ -517,7 +517,7 @@ class FinishingWork(Work):
 
 
 def finish(work: Work, async_op: bool) -> Work | None:
-    """Returns what the user of a function gets of an operation: its Work, or ``None`` after it is done.
+    """Returns what a user function returns: the Work, or ``None`` once the operation is done.
 
     Args:
         work: the operation's Work.

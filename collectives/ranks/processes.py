@@ -197,7 +197,7 @@ class RankProcesses(ABC):
         return [answers[rank] for rank in range(self.size)]
 
     def collect(self, timeout_s: float) -> list[Any]:
-        """Returns what each rank answers within ``timeout_s`` seconds, in rank order; ends nobody.
+        """Returns what each rank answers within ``timeout_s`` seconds, in rank order; ends no rank.
 
         The answer of a rank that ends or is late is a :class:`NoAnswer`. After a late one the ranks can only
         be closed: its answer would count as that to the next command.

@@ -39,7 +39,7 @@ _COMPLEX_REDUCTIONS = frozenset({"SUM", "AVG", "PREMUL_SUM"})
 
 @dataclass(slots=True)
 class DistributedBackendOptions:
-    """What the function of a backend registered with ``extended_api=True`` is given first.
+    """First argument of the function of a backend registered with ``extended_api=True``.
 
     Attributes:
         store: a store of the group's own.
@@ -72,7 +72,7 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
     device type such as ``"cpu:host,cuda:nccl"``.
 
     Names of torch's that have no counterpart here, ``Backend.UCC`` and ``Backend.XCCL``, are names as well;
-    what makes groups refuses them.
+    groups of them are refused.
 
     Raises:
         ValueError: the name is not known; the message lists those that are.

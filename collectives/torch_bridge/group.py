@@ -103,7 +103,7 @@ def _only(values: Any) -> Any:
 
 
 def _wait_for_async_tensors(values: Any) -> tuple[Any, bool]:
-    """Waits for what torch's functional collectives gave, and nobody waited for.
+    """Waits for results of torch's functional collectives for which nobody waited.
 
     An ``AsyncCollectiveTensor`` has no memory of its own. torch's operators wait for the tensor inside it and
     take that, but Python functions call a group of ours without going through an operator.

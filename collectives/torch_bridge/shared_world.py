@@ -16,7 +16,7 @@ __all__ = ["register_world_with_torch"]
 
 
 def register_world_with_torch() -> None:
-    """Makes the default group that of ``torch.distributed``, too; called by all ranks, waits for none.
+    """Makes the default group that of ``torch.distributed`` as well; called by all ranks, does not block.
 
     Programs that look for the ranks in ``torch.distributed`` then find them: torchmetrics, distributed
     checkpoints, samplers, device meshes. Both layers use the same group, so that their calls count as one
@@ -24,7 +24,7 @@ def register_world_with_torch() -> None:
 
     :func:`collectives.destroy_process_group` ends both worlds; ``torch.distributed.destroy_process_group``
     ends the groups of ``torch.distributed.new_group`` and leaves this one usable. After
-    :func:`collectives.shrink_group` of the default group, end torch's world so and call this again.
+    :func:`collectives.shrink_group` of the default group, end torch's world in this way and call this again.
 
     Raises:
         ValueError: there is no default group here, or another one in ``torch.distributed``, or several

@@ -118,11 +118,11 @@ class DoneWork(TorchWork):
     __init__ = _Work.__init__
 
     outputs: torch.Tensor | Sequence[torch.Tensor]
-    """The output tensors; to be set by who makes one."""
+    """The output tensors; set by the creator."""
     _inner: TorchWork
 
     def _full_work(self) -> TorchWork:
-        """Returns the Work for all that is asked seldom."""
+        """Returns the Work, for rarely used methods."""
         try:
             return self._inner
         except AttributeError:

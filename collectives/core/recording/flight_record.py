@@ -44,7 +44,7 @@ Totals = dict[str, dict[str, float]]
 
 
 class Recorded(Protocol):
-    """An operation in the record, for who carries it out."""
+    """An operation in the record, as the code that carries it out sees it."""
 
     def end(self, error: BaseException | None = None) -> None:
         """Notes that the operation is done, or failed; the first call counts."""
@@ -206,7 +206,7 @@ class FlightRecord:
         return self._of_core
 
     def tell_first_error(self) -> None:
-        """Tells of the first error where the core found it; for who got an error of the core."""
+        """Reports the first error if the core found it; called by receivers of an error of the core."""
         error = "" if self._of_core is None else self._of_core.first_error
         if error:
             self.tell_if_first(error)
