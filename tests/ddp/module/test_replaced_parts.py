@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from ddp_oracle import data, equal, grads, naive_average, pair
+from ddp_oracle import data, grads, naive_average, pair, same_averages, same_pass
 from harness import run_ranks
 from torch import nn
 
@@ -143,11 +143,7 @@ def wrapped_again(group, change):
     change(ours.module)
     ours = DistributedDataParallel(ours.module, process_group=group)
     naive = copy.deepcopy(ours.module)
-    for model in (ours, naive):
-        model.zero_grad()
-        model(data(group.rank(), 1).to(ours.module.out.weight.dtype)).square().sum().backward()
-    naive_average(naive.parameters(), group)
-    return equal(grads(ours.module), grads(naive))
+    return same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
 
 
 @pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
@@ -177,8 +173,7 @@ def harmless(group):
             change(step, model.module if model is ours else model)
             model.zero_grad()
             model(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -199,8 +194,7 @@ def swapped(group, view, unused):
             model.zero_grad()
         ours(data(group.rank(), step)).square().sum().backward()
         naive(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -229,8 +223,7 @@ def with_other_memory(group, view):
                 model.to(memory_format=torch.channels_last)
             optimizer.zero_grad()
             model(images(group.rank(), step)).square().mean().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
         for model, optimizer in zip((ours, naive), optimizers, strict=True):
             optimizer.step()
             for parameter in model.parameters():
@@ -364,8 +357,7 @@ def wide_gradients(group, view):
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step).bfloat16()).float().square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same, [parameter.grad.dtype for parameter in module.parameters()]
 
 
@@ -458,13 +450,7 @@ def test_mixed_precision_keeps_parameters_that_came_later() -> None:
 def scripted(group):
     """Trains a module whose tables are no dicts."""
     ours, naive = pair(group, lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3)))
-    same = []
-    for step in range(3):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+    same = [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
     ours.module.append(nn.Linear(3, 3))
     with pytest.raises(GradientSyncError, match=r"2\.weight|2\.bias"):
         ours(data(group.rank())).sum().backward()

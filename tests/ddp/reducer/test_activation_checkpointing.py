@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_oracle import data, equal, grads, naive_average, pair
+from ddp_oracle import data, pair, same_averages, same_pass
 from harness import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -29,14 +29,7 @@ class Checkpointed(nn.Module):
 
 def checkpointed(group, reentrant, times, spare, options):
     ours, naive = pair(group, Checkpointed, bucket_cap_mb=0, **options)
-    same = []
-    for step in range(3):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step), reentrant, times, spare).sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same
+    return [same_pass(ours, naive, data(group.rank(), step), reentrant, times, spare) for step in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +83,7 @@ def static_and_unused(group):
             else:
                 naive(data(group.rank(), 9 + step), False, 1, spare).sum().backward()
             model(data(group.rank(), step), False, 1, spare).sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same, ours._get_ddp_logging_data()["can_set_static_graph"]
 
 
@@ -114,14 +106,7 @@ class Deep(nn.Module):
 
 def deep_checkpoints(group, static):
     ours, naive = pair(group, Deep, static_graph=static, bucket_cap_mb=0.0005)
-    same = []
-    for step in range(2):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step).requires_grad_()).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same
+    return [same_pass(ours, naive, data(group.rank(), step).requires_grad_()) for step in range(2)]
 
 
 @pytest.mark.full

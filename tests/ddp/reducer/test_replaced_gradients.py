@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_oracle import data, equal, grads, naive_average, pair
+from ddp_oracle import data, equal, grads, naive_average, pair, same_averages, same_pass
 from harness import run_ranks
 from torch import nn
 
@@ -135,8 +135,7 @@ def replaced_by_hooks(group, way, view):
         naive.zero_grad()
         ours(data(group.rank(), step)).square().sum().backward()
         naive(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -160,8 +159,7 @@ def replaced_by_late_hooks(group, way, view):
         for handle in handles:
             handle.remove()
         naive(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -257,8 +255,7 @@ def taken_out_of_its_bucket(group):
             if group.rank() == 0:
                 handle.remove()
     naive(data(group.rank(), 2)).square().sum().backward()
-    naive_average(naive.parameters(), group)
-    return told, equal(grads(ours.module), grads(naive))
+    return told, same_averages(ours, naive)
 
 
 def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
@@ -314,14 +311,7 @@ def move_gradients(group, bucket):
 def moved_by_a_hook(group, hook, view):
     ours, naive = pair(group, gradient_as_bucket_view=view)
     ours.register_comm_hook(group, hook)
-    same = []
-    for step in range(3):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same
+    return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
 
 
 @VIEWS

@@ -124,6 +124,20 @@ def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def same_averages(ours, naive):
+    """Averages the gradients of a twin naively; returns whether those of ours are the same."""
+    naive_average(naive.parameters(), ours.process_group)
+    return equal(grads(ours.module), grads(naive))
+
+
+def same_pass(ours, naive, *inputs):
+    """Trains ours and its twin in one pass; returns whether both have the same averages."""
+    for model in (ours, naive):
+        model.zero_grad()
+        model(*inputs).square().sum().backward()
+    return same_averages(ours, naive)
+
+
 def pair(group, make=None, **options):
     """Returns a module to train with ours and an equal one to train naively."""
     torch.manual_seed(5)
