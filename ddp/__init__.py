@@ -10,14 +10,14 @@ if __name__ != "collectives.ddp":
 
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
-from collectives.ddp.join.join import Join, Joinable, JoinHook
+from collectives.ddp.join import Join, Joinable, JoinHook
 from collectives.ddp.module.mixed_precision import MixedPrecision
 from collectives.ddp.module.sync_batch_norm import (
     SyncBatchNorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
+from collectives.ddp.reducer.buckets import BucketLayout, GradBucket
 from collectives.dynamo import leave_names_uncompiled
 
 leave_names_uncompiled(globals())

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from collectives import ProcessGroup
-from collectives.ddp.autograd.dynamo import outside_transforms, run_module, splits_graphs
-from collectives.ddp.autograd.trees import tensors_in
+from collectives import AllreduceOptions, ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.broadcast import BufferSync, broadcast_coalesced, refuse_overlaps
 from collectives.ddp.default_group import default_group_or_none, is_outside, resolve_group
+from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.hooks.registration import BuiltinCommHookType
-from collectives.ddp.join.joinable_model import JoinableModel
+from collectives.ddp.join import JOINED, Join, Joinable, JoinHook, Phase, codes_of_all
+from collectives.ddp.logging_data import construction_in_words, logging_data
 from collectives.ddp.module.arguments import (
     ModuleDevices,
     check_delayed,
@@ -26,19 +30,16 @@ from collectives.ddp.module.arguments import (
     check_parameters,
     group_of,
 )
-from collectives.ddp.module.buffers import BufferSync, refuse_overlaps
 from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.module.structure import Structure
-from collectives.ddp.reducer.backward_pass import Forward
-from collectives.ddp.reducer.buckets import bucket_limits
-from collectives.ddp.reducer.grad_bucket import GradBucket
-from collectives.ddp.reducer.reducer import Hook, Reducer
-from collectives.ddp.reducer.sparse import sparse_parameters
-from collectives.ddp.statistics.logging_data import construction_in_words, logging_data
-from collectives.ddp.statistics.timing import Mark
-from collectives.ddp.sync.broadcast import broadcast_coalesced
-from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
-from collectives.dynamo import leave_uncompiled
+from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
+from collectives.ddp.module.trees import tensors_in
+from collectives.ddp.reducer.averaging import sparse_parameters
+from collectives.ddp.reducer.backward_pass import Forward, UnevenForward
+from collectives.ddp.reducer.buckets import FIRST_BUCKET_BYTES, GradBucket, Hook, bucket_limits
+from collectives.ddp.reducer.reducer import Reducer
+from collectives.ddp.reducer.timing import Mark
+from collectives.dynamo import compiler_is_loaded, leave_uncompiled
 from collectives.errors import DistError
 from collectives.logs import Log
 
@@ -46,8 +47,10 @@ __all__ = ["DistributedDataParallel"]
 
 _log = Log(__name__)
 
+_MAX = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.MAX)
 
-class DistributedDataParallel(nn.Module, JoinableModel):
+
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that every backward pass leaves gradients averaged over all ranks in ``.grad``.
 
     PyTorch Distributed (VLDB 2020, sections 3 and 4), in the form of
@@ -158,6 +161,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
                 optimizer.step()
     """
 
+    _notifies_always = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -182,7 +187,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        JoinableModel.__init__(self)
+        Joinable.__init__(self)
+        self._divides_by_initial_world_size = True
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ValueError(
                 "give broadcast_buffers or forward_sync_buffers, not both: got "
@@ -309,7 +315,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         """Whether rank 0's buffers are sent to all ranks before forward."""
         return self.forward_sync_buffers
 
-    @partial(leave_uncompiled, callees=False)  # the module may be compiled
+    @functools.partial(leave_uncompiled, callees=False)  # the module may be compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; called by all ranks. Blocks while buffers are sent.
 
@@ -327,8 +333,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             forward, inputs, kwargs = self._before_forward(inputs, kwargs)
             casts = contextlib.nullcontext() if self._casts is None else self._casts.forward()
             try:
-                with splits_graphs(self._bucket_limits[-1]), casts:
-                    output = run_module(self.module, inputs, kwargs)
+                with _splits_graphs(self._bucket_limits[-1]), casts:
+                    output = _run_module(self.module, inputs, kwargs)
             finally:
                 self.reducer.end_forward()
             return self._after_forward(forward, output)
@@ -336,7 +342,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
-        with outside_transforms():
+        with _outside_transforms():
             forward = self._communicate_before_forward()
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
         return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
@@ -425,7 +431,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         if self.reducer.in_backward:
             raise RuntimeError("register_comm_hook was called within a backward pass; call it before")
         self._comm_hooks.append((hook, state))
-        self.reducer.register_hook(state, hook, is_local=bool(getattr(hook, "is_local", False)))
+        self.reducer.register_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: int) -> None:
         """Registers a hook by its number in ``torch.distributed.BuiltinCommHookType``, or ours.
@@ -473,7 +479,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             (hook, self.process_group if state is former else state) for hook, state in self._comm_hooks
         ]
         for hook, state in self._comm_hooks:
-            self.reducer.register_hook(state, hook, is_local=bool(getattr(hook, "is_local", False)))
+            self.reducer.register_hook(state, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times one of so many iterations after the first ten, for :meth:`_get_ddp_logging_data`.
@@ -495,6 +501,161 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     ) -> None:
         """Names parameters and buffers of a module, before it is wrapped, that are left alone."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Returns a context for a training loop that is longer on some ranks than on others; all enter it.
+
+        A rank that leaves the loop early takes part in the forward and backward passes of the others with
+        gradients of zero, and what it has accumulated under :meth:`no_sync`. It gets the averaged gradients
+        as they do, so that an optimizer in the same :class:`~collectives.ddp.Join` can keep up. In the end,
+        all ranks get parameters and buffers of the last one; the state of an optimizer that is not in the
+        context stays what it was on each rank.
+
+        While the loop runs, buffers are those of the lowest rank that has inputs. Each forward blocks for the
+        time of two small all-reduces, each backward pass for that of one.
+
+        Args:
+            divide_by_initial_world_size: whether sums of gradients are divided by the number of all ranks, so
+                that every sample counts the same; otherwise by the number of those that have inputs, as in
+                a smaller job. What a communication hook returns is scaled to that.
+            enable: whether the context does anything; ``False`` where inputs are known to be even.
+            throw_on_early_termination: whether all ranks raise when one of them has left the loop. Needed for
+                modules that communicate in forward, such as :class:`~collectives.ddp.SyncBatchNorm`.
+
+        Raises:
+            UnsupportedOperationError: on entering, parameters are delayed.
+            ValueError: on entering, a layer communicates and nothing would be thrown, or what a hook returns
+                cannot be scaled: it updates parameters, or averages over a part of the ranks.
+            UnevenInputsError: ``throw_on_early_termination`` is set and a rank has left the loop.
+            JoinError: a rank left the context by an exception, or ranks are out of step.
+            GradientSyncError: ranks that have inputs use :meth:`no_sync` differently.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns what a rank without inputs does in place of this module; called by :class:`Join`.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``; see :meth:`join`. Others are for other joinables.
+        """
+        config = self._join_config
+        if self._delayed and config.enable:
+            raise UnsupportedOperationError(
+                f"{self._in_words()} has delay_all_reduce_named_params, which are averaged in passes that "
+                "ranks without inputs do not hear of; train on even inputs, or delay none"
+            )
+        if config.enable and not config.throw_on_early_termination:
+            self._refuse_layers_that_communicate()
+        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
+        if not by_initial:
+            self._refuse_hooks_that_cannot_be_scaled()
+        self.reducer.enter_join()
+        self._divides_by_initial_world_size = by_initial
+        return _ModelJoinHook(self)
+
+    def _refuse_layers_that_communicate(self) -> None:
+        """Checks that no layer communicates by itself in training, which other ranks could not match."""
+        layers = [
+            name
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and layer.training
+        ]
+        if layers and self.process_group.size() > 1:
+            raise ValueError(
+                f"[rank {self.process_group.rank()}] {', '.join(layers)} of {type(self.module).__name__} "
+                "normalise over all ranks in forward, which a rank without inputs cannot take part in; pass "
+                "throw_on_early_termination=True, or use BatchNorm"
+            )
+
+    def _refuse_hooks_that_cannot_be_scaled(self) -> None:
+        for trait, words in (
+            ("updates_parameters", "updates parameters takes the mean over all ranks"),
+            ("averages_a_part", "averages over a part of the ranks has no mean over those with inputs"),
+        ):
+            if any(getattr(hook, trait, False) for hook, _ in self._comm_hooks):
+                raise ValueError(
+                    f"[rank {self.process_group.rank()}] a hook that {words}; leave "
+                    "divide_by_initial_world_size=True"
+                )
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the module's first parameter."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks, as torch's group where the module was given one."""
+        return self._given_group
+
+    def _common_state(self) -> list[torch.Tensor]:
+        """Returns the parameters and buffers that the ranks have in common."""
+        parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        return [*parameters, *self._buffer_sync.named_buffers().values()]
+
+    def _notify_forward(self, *, averages: bool) -> int:
+        """Tells ranks that have joined what a forward communicates; returns whose buffers are sent."""
+        config = self._join_config
+        if not config.enable:
+            self.reducer.take_uneven(None)
+            return 0
+        Join.notify_join_context(self)
+        protocol = getattr(config, "protocol", None)  # the record of torch's context has none
+        announce = None
+        if protocol is not None and config.each_notifies:
+            announce = functools.partial(protocol.announce_active, config.place, Phase.BACKWARD)
+        mine = _ForwardCollectives(self.will_sync_module_buffers(), averages)
+        return self._agree_on_collectives(mine.code(), announce)[1]
+
+    def _agree_on_collectives(
+        self, code: int, announce: Callable[[], None] | None = None
+    ) -> tuple[_ForwardCollectives, int]:
+        """Returns what all active ranks communicate, and the first of them; called by all ranks, blocks.
+
+        Args:
+            code: of what this rank communicates; zero where it has joined.
+            announce: tells the ranks that have joined of the backward pass.
+
+        Raises:
+            GradientSyncError: active ranks communicate different things; raised on all ranks.
+        """
+        group = self.process_group
+        codes = codes_of_all(group, self.device, code)
+        by_rank = {rank: _ForwardCollectives.of(code) for rank, code in enumerate(codes) if code}
+        if len(set(by_rank.values())) > 1:
+            reasons = {rank: f"its forward {agreed}" for rank, agreed in by_rank.items()}
+            where = f"[rank {group.rank()}] {self._in_words()} over {group.describe()}"
+            lines = [f"  rank {rank}: {reason}" for rank, reason in reasons.items()]
+            advice = "Use no_sync() and torch.no_grad() alike on all ranks that have inputs."
+            head = f"{where}: ranks differ in a forward under join:"
+            raise GradientSyncError("\n".join([head, *lines, advice]), reasons)
+        all_count = self._divides_by_initial_world_size or len(by_rank) == group.size()
+        self.reducer.take_uneven(UnevenForward(announce, None if all_count else len(by_rank)))
+        return next(iter(by_rank.values())), next(iter(by_rank))
+
+    def _shadow_forward(self) -> bool:
+        """Communicates what other ranks do in a forward; returns whether the backward pass comes at once."""
+        agreed, root = self._agree_on_collectives(JOINED)
+        if agreed.averages:
+            self.reducer.rebuild_buckets()
+        if agreed.buffers:
+            self._buffer_sync(root)
+        self.require_forward_param_sync = agreed.averages
+        if agreed.averages:
+            self.reducer.shadow_forward()
+        return agreed.averages and not getattr(self._join_config, "each_notifies", False)
 
     # ---- copies ------------------------------------------------------------------------------------------
 
@@ -542,7 +703,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        JoinableModel.__init__(self)
+        Joinable.__init__(self)
         self._casts = self._make_casts()
         self._use_group(group, group)
 
@@ -554,3 +715,115 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
         self._structure = Structure(self)
+
+
+# ---- uneven inputs -----------------------------------------------------------------------------------------
+
+
+class _ForwardCollectives(NamedTuple):
+    """What a forward and its backward pass communicate.
+
+    Attributes:
+        buffers: whether buffers are sent.
+        averages: whether gradients will be averaged.
+    """
+
+    buffers: bool
+    averages: bool
+
+    def code(self) -> int:
+        """Returns the number that stands for it; never zero."""
+        return 1 + 2 * self.buffers + 4 * self.averages
+
+    @classmethod
+    def of(cls, code: int) -> _ForwardCollectives:
+        """Returns what a number stands for."""
+        return cls(buffers=bool((code - 1) & 2), averages=bool((code - 1) & 4))
+
+    def __str__(self) -> str:
+        buffers = "sends" if self.buffers else "does not send"
+        gradients = "averages" if self.averages else "does not average"
+        return f"{buffers} buffers and {gradients} gradients"
+
+
+class _ModelJoinHook(JoinHook):
+    """Stands in for a model on a rank that has joined."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        self._has_gradients = False
+
+    def main_hook(self) -> None:
+        """Shadows a forward, and the backward pass where that does not announce itself."""
+        if self._model._shadow_forward():
+            self.backward_hook()
+
+    def backward_hook(self) -> None:
+        """Shadows a backward pass."""
+        self._has_gradients = True
+        self._model.reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Gives all ranks the model of the last one that joined, the highest of several.
+
+        Gradients of the others' passes go, so that nothing is added to them later.
+        """
+        model, group = self._model, self._model.process_group
+        if self._has_gradients:
+            for parameter in model.reducer.gradients.parameters:
+                parameter.grad = None
+        root = torch.tensor([group.rank() if is_last_joiner else -1], device=model.device)
+        group.allreduce([root], _MAX).wait()
+        broadcast_coalesced(group, model._common_state(), int(group.to_host(root)))
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Returns a context whose operations no transform sees, for what communicates."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    disabled: AbstractContextManager[object] = (
+        torch._C._DisableFuncTorch() if active else contextlib.nullcontext()
+    )
+    return disabled
+
+
+def _run_module(module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a module from a frame that the compiler traces; it begins at no frame of torch's own modules."""
+    return module(*inputs, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """What the compiler's optimizer asks a wrapper for.
+
+    Attributes:
+        bucket_bytes_cap: bytes of parameters after which a graph ends.
+    """
+
+    bucket_bytes_cap: int
+
+
+@contextlib.contextmanager
+def _splits_graphs(bucket_bytes: int) -> Iterator[None]:
+    """Context in which the compiler splits graphs at the boundaries of the buckets.
+
+    One graph of a whole module would deliver all gradients at the end of its backward pass, with nothing left
+    to hide communication behind. The compiler's optimizer for torch's own wrapper splits it where parameters
+    fill a bucket; it looks for the wrapper in this attribute. ``torch._dynamo.config.optimize_ddp = False``
+    turns it off.
+
+    Args:
+        bucket_bytes: cap of a bucket; the optimizer does not go below that of its first one, 1 MiB.
+    """
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    if not compiler_is_loaded() or not hasattr(owner, "_active_ddp_module"):
+        yield
+        return
+    before = owner._active_ddp_module
+    owner._active_ddp_module = _Wrapper(max(bucket_bytes, FIRST_BUCKET_BYTES))
+    try:
+        yield
+    finally:
+        owner._active_ddp_module = before

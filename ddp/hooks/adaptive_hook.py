@@ -32,7 +32,7 @@ from collectives.ddp.hooks.support.gathering import (
 from collectives.ddp.hooks.support.hook_state import check_integer
 from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.averaging import average
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["LEVELS", "AdaptiveState", "adaptive_hook"]
 

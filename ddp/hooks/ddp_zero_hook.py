@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from collectives.ddp.broadcast import CoalescedBroadcast
 from collectives.ddp.hooks.support.adapter import Hook, comm_hook, is_torch_bucket, pending
 from collectives.ddp.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from collectives.ddp.reducer.buckets import layout
-from collectives.ddp.reducer.grad_bucket import GradBucket
-from collectives.ddp.sync.broadcast import CoalescedBroadcast
+from collectives.ddp.reducer.buckets import GradBucket, layout
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -243,7 +242,7 @@ class _Steps:
 
 def _buckets(ddp: Any) -> list[list[torch.nn.Parameter]]:
     """Returns the parameters in each bucket of a model of this package or of torch."""
-    reducer = getattr(ddp.reducer, "bucket_reducer", None)
-    if reducer is not None:
-        return [list(bucket.parameters) for bucket in reducer.layouts()]
+    gradients = getattr(ddp.reducer, "gradients", None)
+    if gradients is not None:
+        return [list(bucket.parameters) for bucket in gradients.layouts()]
     return [list(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()]

@@ -6,7 +6,7 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.hooks.support.adapter import comm_hook, completed
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["noop_hook"]
 

@@ -14,7 +14,7 @@ from collectives import ReduceOp
 from collectives.ddp.hooks.support.adapter import Hook, after, comm_hook, dense_buffer, group_of
 from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.averaging import average, averaging_op
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = [
     "allreduce_hook",

@@ -15,7 +15,7 @@ from collectives.ddp.hooks.support.adapter import comm_hook, widths
 from collectives.ddp.hooks.support.codecs import OfEach, Signs
 from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
 from collectives.ddp.hooks.support.hook_state import check_integer
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["OneBitState", "one_bit_hook"]
 

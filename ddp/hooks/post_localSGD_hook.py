@@ -16,7 +16,7 @@ from collectives.ddp.default_group import subgroup_of_machine
 from collectives.ddp.hooks.support.adapter import comm_hook, completed, group_of, is_torch_bucket
 from collectives.ddp.hooks.support.hook_state import HookState, check_integer
 from collectives.ddp.hooks.support.uncompressed import average_exactly
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 from collectives.logs import Log
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]

@@ -22,7 +22,7 @@ from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, group
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
 from collectives.ddp.hooks.support.powersgd import BucketCompression, Division, layer_by_layer, whole_bucket
 from collectives.ddp.hooks.support.uncompressed import average_exactly
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 from collectives.logs import Log
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

@@ -14,7 +14,7 @@ from collectives.ddp.hooks.support.codecs import Affine
 from collectives.ddp.hooks.support.error_feedback import working_dtype
 from collectives.ddp.hooks.support.gathering import average_encoded
 from collectives.ddp.hooks.support.uncompressed import average_exactly
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

@@ -15,7 +15,7 @@ from torch.futures import Future
 from collectives.ddp.hooks.support.adapter import comm_hook
 from collectives.ddp.hooks.support.codecs import LargestElements
 from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["TopKState", "top_k_hook"]
 

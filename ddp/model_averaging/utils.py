@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
+from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.broadcast import write_changes
 from collectives.ddp.default_group import is_outside, resolve_group
 from collectives.ddp.errors import ModelMismatchError
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.buckets import layout
-from collectives.ddp.sync.broadcast import write_changes
-from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 

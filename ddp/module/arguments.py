@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup, UnsupportedOperationError
-from collectives.ddp.autograd.trees import map_tensors
 from collectives.ddp.default_group import resolve_group
+from collectives.ddp.module.trees import map_tensors
 
 __all__ = ["ModuleDevices", "check_delayed", "check_hook", "check_parameters", "group_of"]
 
@@ -80,19 +80,18 @@ class ModuleDevices:
 
     def move_inputs(self, value: _T) -> _T:
         """Returns ``value`` with its tensors on the input device, where there is one."""
-        target = self.input_device
-        if target is None:
-            return value
-        moved: _T = map_tensors(lambda tensor: tensor.to(target, non_blocking=True), value)
-        return moved
+        return _moved(value, self.input_device)
 
     def move_outputs(self, value: _T) -> _T:
         """Returns ``value`` with its tensors on the output device, where that is not the module's."""
-        target = self.output_device
-        if target is None or target == self.first:
-            return value
-        moved: _T = map_tensors(lambda tensor: tensor.to(target, non_blocking=True), value)
-        return moved
+        return _moved(value, None if self.output_device == self.first else self.output_device)
+
+
+def _moved(value: _T, target: torch.device | None) -> _T:
+    if target is None:
+        return value
+    moved: _T = map_tensors(lambda tensor: tensor.to(target, non_blocking=True), value)
+    return moved
 
 
 def group_of(process_group: object | None, device_mesh: object | None) -> ProcessGroup:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from collectives.ddp.autograd.trees import map_tensors
+from collectives.ddp.module.trees import map_tensors
 
 __all__ = ["CastParameters", "MixedPrecision", "cast_buffers"]
 

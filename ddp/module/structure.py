@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collectives.ddp.sync.model_agreement import tensor_in_words
+from collectives.ddp.agreement import tensor_in_words
 
 __all__ = ["Kinds", "Structure"]
 

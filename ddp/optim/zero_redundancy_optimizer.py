@@ -16,11 +16,11 @@ import torch
 from torch.optim import Optimizer
 
 from collectives import ProcessGroup
+from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.broadcast import CoalescedBroadcast
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.join.join import Join, Joinable, JoinHook
+from collectives.ddp.join import Join, Joinable, JoinHook
 from collectives.ddp.optim.partition import FlatParameters, Partition, gather_shards
-from collectives.ddp.sync.broadcast import CoalescedBroadcast
-from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

@@ -1,14 +1,159 @@
-"""What is known of one backward pass while it runs, and of the forwards before it."""
+"""One backward pass: what is known of it while it runs, where it stands, and what went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from collectives.ddp.sync.error_report import ErrorReport
-from collectives.ddp.sync.signals import Position
+__all__ = [
+    "CHANGED",
+    "CONVERTED",
+    "MISSING",
+    "OUT_OF_STEP",
+    "REPEATED",
+    "REPORT_BYTES",
+    "BackwardPass",
+    "ErrorReport",
+    "Forward",
+    "ParameterFault",
+    "Position",
+    "Progress",
+    "UnevenForward",
+]
 
-__all__ = ["BackwardPass", "Forward", "Progress"]
+REPORT_BYTES = 16384
+"""Size of an encoded report; long lists are cut and counted."""
+
+_LIMIT = REPORT_BYTES // 4 - 512
+"""Bytes of each list in it; the rest is for advice."""
+
+OUT_OF_STEP = (
+    "Ranks averaged gradients of different passes. Run forward, backward and no_sync() alike on all ranks; "
+    "where their inputs are uneven, train within join(). What only some ranks run belongs on .module, or "
+    "under torch.no_grad()."
+)
+
+
+# ---- what went wrong ---------------------------------------------------------------------------------------
+
+
+class ParameterFault(NamedTuple):
+    """Something that can be wrong with several parameters of one backward pass.
+
+    Attributes:
+        what: what happened to the parameters.
+        advice: the way out.
+    """
+
+    what: str
+    advice: str
+
+    def in_words(self, names: Sequence[str], total: int, limit: int) -> str:
+        """Returns the fault with the names of its parameters.
+
+        Args:
+            names: names of the parameters that have it.
+            total: number of parameters of the model.
+            limit: number of bytes that the names may take; the others are counted.
+        """
+        shown: list[str] = []
+        for name in names:
+            limit -= len(name.encode()) + 2
+            if limit < 0:
+                shown.append(f"and {len(names) - len(shown)} more")
+                break
+            shown.append(name)
+        return f"{len(names)} of {total} parameters {self.what}: {', '.join(shown)}"
+
+
+MISSING = ParameterFault(
+    "got no gradient",
+    "Make every parameter take part in the loss on every rank, or pass find_unused_parameters=True; where "
+    "one is never trained, freeze it before wrapping.",
+)
+
+REPEATED = ParameterFault(
+    "got a gradient more than once",
+    "A backward pass within the backward pass, as of activation checkpointing with use_reentrant=True, "
+    "reached these parameters more than once: pass use_reentrant=False there, or static_graph=True here.",
+)
+
+CHANGED = ParameterFault(
+    "got gradients not as often as in the first pass",
+    "static_graph=True promises that all passes use the parameters alike; leave it out.",
+)
+
+CONVERTED = ParameterFault(
+    "have another data type or size than when the module was wrapped",
+    "Convert a module before wrapping it, or wrap it again afterwards.",
+)
+
+
+@dataclass
+class ErrorReport:
+    """What went wrong on this rank in one backward pass; true where anything did.
+
+    Attributes:
+        total: number of parameters that take part.
+        faults: names of the parameters that have each fault.
+        errors: what else went wrong, in words.
+        position: where this rank stands, where the ranks are out of step.
+        advice: what to do, besides what faults and position call for.
+        cause: the first exception that it tells of.
+    """
+
+    total: int = 0
+    faults: dict[ParameterFault, list[str]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    position: str = ""
+    advice: list[str] = field(default_factory=list)
+    cause: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.faults or self.errors or self.position)
+
+    def blame(self, fault: ParameterFault, name: str) -> None:
+        """Adds a parameter that has a fault."""
+        self.faults.setdefault(fault, []).append(name)
+
+    def encode(self) -> bytes:
+        """Returns what went wrong, then each advice, separated by zeros and padded with them."""
+        reasons = [
+            self.position,
+            "; ".join(self.errors).replace("\0", " ").encode()[:_LIMIT].decode(errors="ignore"),
+            *(fault.in_words(names, self.total, _LIMIT) for fault, names in self.faults.items()),
+        ]
+        advice = [fault.advice for fault in self.faults] + [OUT_OF_STEP] * bool(self.position) + self.advice
+        text = "\0".join(["; ".join(filter(None, reasons)), *advice])
+        return text.encode()[:REPORT_BYTES].ljust(REPORT_BYTES, b"\0")
+
+
+# ---- passes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands in its program when it averages; ranks in step have equal ones.
+
+    Attributes:
+        forwards: forwards in training mode since the synchronised pass before this one.
+        unsynced: passes under ``no_sync`` since then.
+        repeated: whether the pass belongs to forwards that all had a synchronised pass already.
+    """
+
+    forwards: int = 0
+    unsynced: int = 0
+    repeated: bool = False
+
+    def __str__(self) -> str:
+        again = (
+            "is once more one of a forward that had one" if self.repeated else "is the first of its forward"
+        )
+        return (
+            f"ran {self.forwards} forwards and {self.unsynced} backward passes under no_sync since the "
+            f"synchronised backward pass before, and this one {again}"
+        )
 
 
 @dataclass(eq=False)
@@ -24,6 +169,20 @@ class Forward:
     sync: bool
     averaged: bool = False
     overtaken: int = 0
+
+
+@dataclass(frozen=True)
+class UnevenForward:
+    """What is known of a forward on uneven inputs, within a Join.
+
+    Attributes:
+        announce: tells the ranks that have joined of the backward pass before it communicates; ``None`` where
+            they know.
+        counted: number of ranks whose gradients count; ``None`` for all.
+    """
+
+    announce: Callable[[], None] | None = None
+    counted: int | None = None
 
 
 @dataclass
@@ -49,6 +208,8 @@ class Progress:
 class BackwardPass:
     """One backward pass: the outermost task of the autograd engine, with those nested in it.
 
+    The reducer writes it; all others read it, and add to the report.
+
     Attributes:
         counts: for each parameter, how often its gradient came.
         report: what went wrong.
@@ -66,10 +227,9 @@ class BackwardPass:
         skipped: parameters whose buckets are not sent.
         forwards: the forwards whose outputs it reached.
         casts_active: whether casts stand in for the parameters.
-        cause: the first exception that the report tells of.
         shadow: whether it is one of other ranks, in which this one, which has joined, only takes part.
         zeros_only: whether zeros are sent for unused parameters, whatever is in ``.grad``.
-        joining: whether ranks with uneven inputs join.
+        uneven: what is known of its forward where ranks train on uneven inputs.
         strangers: names of parameters that got a gradient and are not averaged.
     """
 
@@ -88,10 +248,9 @@ class BackwardPass:
     unused: set[int] = field(default_factory=set)
     skipped: Collection[int] = frozenset()
     casts_active: bool = False
-    cause: BaseException | None = None
     shadow: bool = False
     zeros_only: bool = False
-    joining: bool = False
+    uneven: UnevenForward | None = None
     forwards: list[Forward] = field(default_factory=list)
     strangers: dict[str, None] = field(default_factory=dict)
 

@@ -12,34 +12,43 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.futures import Future
 
-from collectives import ProcessGroup
-from collectives.ddp.autograd import engine
+from collectives import ProcessGroup, Work
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.module.structure import Kinds
-from collectives.ddp.reducer.averaging import Averager, launches
-from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
-from collectives.ddp.reducer.bucket_order import OrderTrace
-from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
-from collectives.ddp.reducer.delayed import DelayedGradients
-from collectives.ddp.reducer.gradients import Gradients
-from collectives.ddp.reducer.sparse import SparseGradients
-from collectives.ddp.statistics.timing import IterationClock, Mark
-from collectives.ddp.sync.end_of_pass import Consensus
-from collectives.ddp.sync.error_report import ErrorReport
-from collectives.ddp.sync.recovery import Recovery
-from collectives.ddp.unused_parameters import errors
-from collectives.ddp.unused_parameters.graph_search import GraphSearch
-from collectives.ddp.unused_parameters.tracker import UnusedParameters
+from collectives.ddp.reducer import engine
+from collectives.ddp.reducer.averaging import Averager, DelayedGradients, SparseGradients, launches
+from collectives.ddp.reducer.backward_pass import (
+    CONVERTED,
+    BackwardPass,
+    ErrorReport,
+    Forward,
+    Progress,
+    UnevenForward,
+)
+from collectives.ddp.reducer.buckets import (
+    BadGradientError,
+    Bucket,
+    BucketState,
+    GradBucket,
+    Gradients,
+    Hook,
+    OrderTrace,
+)
+from collectives.ddp.reducer.end_of_pass import EndOfPass, Recovery
+from collectives.ddp.reducer.timing import IterationClock, Mark
+from collectives.ddp.reducer.unused import UnusedParameters
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
 
-__all__ = ["Hook", "Reducer"]
+__all__ = ["Reducer"]
 
+_WRAP_AGAIN = "wrap the module again after such a change"
 
 _T = TypeVar("_T")
 
@@ -70,10 +79,8 @@ class Reducer:
         initial_bucket_bytes: sizes of the buckets before the first pass.
         has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients.
         defers_errors: whether errors of other ranks may be raised before the next pass.
-        is_joining: whether the ranks train within a Join, on uneven inputs.
         clock: times of the iterations.
-        averager: averages over the ranks.
-        bucket_reducer: launches the buckets that are full.
+        hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
 
     Args:
         parameters: parameters that need gradients, by name.
@@ -119,17 +126,24 @@ class Reducer:
         self._frozen = dict(frozen or {})
         self._casts = casts
         self._device = device
-        self.averager = Averager(group)
+        self._averager = Averager(group)
         for parameter in parameters.values():
             real = parameter.is_floating_point() and reduce_dtype
-            self.averager.op_for(real or parameter.dtype, parameter.device)
-        find_unused = find_unused_parameters or skip_unused
-        self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
+            self._averager.op_for(real or parameter.dtype, parameter.device)
+        self._accumulators: dict[object, int] = {}
+        self.unused = UnusedParameters(
+            parameters,
+            group,
+            device,
+            find_unused=find_unused_parameters or skip_unused,
+            static=static_graph,
+            accumulators=self._accumulators if skip_unused else None,
+        )
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self.defers_errors = group.is_stream_ordered(device)
         self._recovery = Recovery(group, model, device)
-        self._consensus = Consensus(
-            self.averager,
+        self._end = EndOfPass(
+            self._averager,
             model,
             self.unused,
             self._order,
@@ -139,32 +153,30 @@ class Reducer:
         )
         delayed = delayed or {}
         self._kinds = Kinds({**parameters, **delayed})
-        self._delayed = DelayedGradients(list(delayed.values()), trigger, self.averager)
+        self._delayed = DelayedGradients(list(delayed.values()), trigger, self._averager)
         self.gradients = Gradients(
             parameters,
             limits,
             device=device,
-            tail=self._consensus.tail_size,
+            tail=self._end.tail_size,
             as_views=gradient_as_bucket_view,
             batched=batched_grad_copy or launches(group, device),
             sparse=[index for index, name in enumerate(parameters) if name in sparse],
             reduce_dtype=reduce_dtype,
         )
         self.clock = IterationClock(device)
-        rows = {index: self.gradients.parameters[index] for index in self.gradients.sparse}
-        self.bucket_reducer = BucketReducer(
-            self.gradients,
-            self.averager,
-            SparseGradients(rows, self.averager, device) if rows else None,
-            self.clock,
-            self._consensus.write_signals,
-            self._recovery,
-        )
+        rows = {index: self.gradients[index].parameter for index in self.gradients.sparse}
+        self._sparse = SparseGradients(rows, self._averager, device) if rows else None
+        self.hook: tuple[Hook, Any] | None = None
+        self._is_local = False  # nothing communicates, because the hook does not
+        self._next = 0  # bucket to launch
+        self._abandoned: list[Work | Future[Any]] = []  # issued, with a result that nobody wants
+        self._left: list[tuple[Future[Any], torch.Tensor]] = []  # which a hook may yet write
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
         self.passes = 0
         self.has_rebuilt_buckets = False
-        self.is_joining = False
+        self._uneven: UnevenForward | None = None
         self._must_rebuild = False
         self._was_captured = False
         self._latest: Forward | None = None
@@ -173,18 +185,11 @@ class Reducer:
         self._open_tasks: set[int] = set()
         self._task = engine.NO_TASK
         self._pass = BackwardPass([], ErrorReport(), ())
-        self._accumulators: dict[object, int] = {}
         self._find_accumulators()
-        if skip_unused:
-            self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
-        hooked = [
-            (p, _weak_hook(self.autograd_hook, index)) for index, p in enumerate(self.gradients.parameters)
-        ]
-        hooked += [
-            (p, _weak_hook(self.autograd_hook, ~place)) for place, p in enumerate(self._delayed.hooked)
-        ]
-        self._hooks = engine.GradientHooks(hooked)
+        hooked = [*enumerate(self.gradients.parameters)]
+        hooked += [(~place, parameter) for place, parameter in enumerate(self._delayed.hooked)]
+        self._hooks = engine.GradientHooks((p, _weak_hook(self.autograd_hook, index)) for index, p in hooked)
         self._known = set(map(id, (*parameters.values(), *delayed.values(), *self._frozen.values())))
         self._strangers = engine.GradientHooks([])
 
@@ -212,24 +217,22 @@ class Reducer:
         self._strangers = engine.GradientHooks(
             (p, _weak_hook(self.stranger_hook, name)) for name, p in strangers.items() if p.requires_grad
         )
-        self.bucket_reducer.holds_last = bool(self._strangers)
 
-    def register_hook(self, state: object, hook: Hook, *, is_local: bool) -> None:
+    def register_hook(self, state: object, hook: Hook) -> None:
         """Hands the reduction of full buckets to a communication hook."""
-        self.bucket_reducer.hook = hook, state
-        self.bucket_reducer.is_local = self._consensus.is_local = is_local
-        if self.unused.search is not None:
-            self.unused.search.is_local = is_local
+        self.hook = hook, state
+        is_local = bool(getattr(hook, "is_local", False))
+        self._is_local = self._end.is_local = self.unused.is_local = is_local
         self.gradients.copy_all()
         if not is_local:
             self._recovery.serve(hook, state)
-            self._consensus.send_separately()
+            self._end.send_separately()
 
     def set_static_graph(self) -> None:
         """Promises from now on that all passes use the parameters alike."""
         self.unused.set_static()
-        self._consensus.resize()
-        self.gradients.set_tail(self._consensus.tail_size)
+        self._end.resize()
+        self.gradients.set_tail(self._end.tail_size)
 
     def begin_forward(self, *, sync: bool) -> Forward:
         """Begins a forward that records a graph; passes that run within it are its own.
@@ -240,7 +243,7 @@ class Reducer:
         if sync:
             captured = self._group.is_capturing(self._device)
             if captured:
-                self._consensus.check_capture(joining=self.is_joining, sparse=bool(self.gradients.sparse))
+                self._end.check_capture(joining=self._uneven is not None, sparse=bool(self.gradients.sparse))
                 self._was_captured = True
             self.clock.begin(self.passes, captured)
             self.rebuild_buckets()
@@ -265,9 +268,15 @@ class Reducer:
         # A graph goes on to use the buckets that it was captured with.
         if self._must_rebuild and not self._open_tasks and not self._was_captured:
             self._must_rebuild = False
-            group = None if self.bucket_reducer.is_local else self._group
-            self.bucket_reducer.rebuild_buckets(self._order.agree(group, self._device))
+            group = None if self._is_local else self._group
+            before = self.gradients.layouts()
+            changed = self.gradients.rebuild_buckets(self._order.agree(group, self._device))
             self.has_rebuilt_buckets = True
+            for listener in self.hook[::-1] if changed and self.hook is not None else ():
+                tell = getattr(listener, "buckets_rebuilt", None)
+                if callable(tell):
+                    tell(before, self.gradients.layouts())
+                    break
 
     def prepare_for_backward(self, forward: Forward, outputs: Iterable[torch.Tensor], training: bool) -> None:
         """Tells what the backward pass of the forward that just ran must do.
@@ -280,7 +289,7 @@ class Reducer:
             outputs: tensors that it returned.
             training: whether the forward is one that all ranks run, as in training.
         """
-        self._consensus.progress.forwards += training
+        self._end.progress.forwards += training
         self._latest = forward
         hook = engine.OutputHook(self, forward)
         tensors = [output for output in outputs if output.requires_grad and not output.is_leaf]
@@ -295,6 +304,11 @@ class Reducer:
 
     # ---- uneven inputs -----------------------------------------------------------------------------------
 
+    def take_uneven(self, uneven: UnevenForward | None) -> None:
+        """Takes what is known of the next forward within a Join; ``None`` outside of one."""
+        self._uneven = uneven
+        self._averager.divisor = None if uneven is None else uneven.counted
+
     def enter_join(self) -> None:
         """Brings the ranks in step; called by all of them when they begin to train on uneven inputs.
 
@@ -303,7 +317,7 @@ class Reducer:
         """
         self._settle(together=True)
         self._recovery.ended = self._recovery.left_out = 0
-        self._consensus.progress = Progress(accumulated=self._consensus.progress.has_gradients())
+        self._end.progress = Progress(accumulated=self._end.progress.has_gradients())
 
     def shadow_forward(self) -> None:
         """Takes part in a synchronised forward of other ranks, in place of :meth:`prepare_for_backward`."""
@@ -320,12 +334,12 @@ class Reducer:
         Raises:
             GradientSyncError: something went wrong on a rank; raised on all ranks.
         """
-        if self.bucket_reducer.is_local:
+        if self._is_local:
             return
         with self._lock, torch.no_grad():
             current = self._pass
             current.shadow = current.committed = True
-            current.zeros_only = not self._consensus.progress.has_gradients()
+            current.zeros_only = not self._end.progress.has_gradients()
             current.forwards, self._shadowed = self._shadowed, []
             self._latest = None
             try:
@@ -350,9 +364,11 @@ class Reducer:
                 current.delayed |= self._delayed.note(~index)
             else:
                 current.counts[index] += 1
-                if current.sync and self.unused.note_gradient(current, index):
-                    self.bucket_reducer.mark_ready(current, index)
-            drained = self.bucket_reducer.is_drained and not current.broken_off
+                if current.sync:
+                    current.ready_order.append(index)
+                    if self.unused.note_gradient(current, index):
+                        self._mark_ready(current, index)
+            drained = self._next == len(self.gradients.buckets) and not current.broken_off
             if self._delayed.is_ready and (drained or not current.sync):
                 self._delayed.launch()  # after the buckets, in whatever order gradients come
 
@@ -391,11 +407,9 @@ class Reducer:
     def end_task(self, task: int) -> None:
         """Called when a task is complete; what is raised here, ``backward()`` raises."""
         with self._lock:
-            self._open_tasks.discard(task)
-            self._task = engine.NO_TASK
-            if self._open_tasks:
+            current = self._close_task(task)
+            if current is None:
                 return
-            current = self._pass
             try:
                 if not current.took_part():
                     return
@@ -405,7 +419,7 @@ class Reducer:
                         self._latest = None
                         self._finalize_backward(current)
                     elif current.forwards:
-                        self._consensus.progress.unsynced += 1
+                        self._end.progress.unsynced += 1
                     self._delayed.finish()
             finally:
                 self._reset()
@@ -413,11 +427,9 @@ class Reducer:
     def fail_task(self, task: int) -> None:
         """Called when an exception broke a task off."""
         with self._lock:
-            self._open_tasks.discard(task)
-            self._task = engine.NO_TASK
-            if self._open_tasks:
+            current = self._close_task(task)
+            if current is None:
                 return
-            current = self._pass
             try:
                 if current.took_part() and not current.broken:
                     self._latest = None if current.sync else self._latest
@@ -425,9 +437,15 @@ class Reducer:
                         self._abandon(current)
                 self._recovery.owe(current.report)
                 if current.broken_off:
-                    self.bucket_reducer.let_go()
+                    self._let_go()
             finally:
                 self._reset()
+
+    def _close_task(self, task: int) -> BackwardPass | None:
+        """Takes note that a task has ended; returns the pass where it was the outermost one."""
+        self._open_tasks.discard(task)
+        self._task = engine.NO_TASK
+        return None if self._open_tasks else self._pass
 
     # ---- passes ------------------------------------------------------------------------------------------
 
@@ -436,12 +454,12 @@ class Reducer:
         if self._pass.sync:
             if self._pass.took_part():
                 self._recovery.ended += 1
-                self._consensus.progress = Progress()
+                self._end.progress = Progress()
                 for forward in self._pass.forwards:
                     forward.averaged = True
                 self.unused.clear()
-            self.bucket_reducer.reset()
-        self.bucket_reducer.abandoned += self._delayed.reset()
+            self._reset_buckets()
+        self._abandoned += self._delayed.reset()
         self._open_tasks.clear()
         self._task = engine.NO_TASK
         if self._casts is not None and self._pass.casts_active:
@@ -449,6 +467,13 @@ class Reducer:
             if self._pass.took_part():
                 self._casts.forget()
         self._pass = BackwardPass([0] * (count := len(self.gradients)), ErrorReport(count), self.unused.used)
+
+    def _reset_buckets(self) -> None:
+        """Begins or ends a synchronised pass."""
+        self._next = 0
+        self.gradients.reset()
+        if self._sparse is not None:
+            self._sparse.reset()
 
     def _enter_task(self, forward: Forward | None) -> None:
         """Takes note that hooks now run in another task than before; the first task of all begins a pass."""
@@ -482,31 +507,46 @@ class Reducer:
         self._settle()
         current = self._pass
         current.sync = True
-        current.joining = self.is_joining or current.shadow
+        current.uneven = self._uneven
         self.clock.mark(Mark.BACKWARD_BEGIN)
-        self.bucket_reducer.reset()
+        self._reset_buckets()
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        current.report.errors += [errors.unfrozen(unfrozen)] if unfrozen else []
+        if unfrozen:
+            current.report.errors.append(
+                f"{', '.join(unfrozen)} needed no gradient when the module was wrapped, but need one now; "
+                f"{_WRAP_AGAIN}"
+            )
         if converted := self._kinds.changes():
-            current.report.faults[errors.CONVERTED] = converted
-        current.skipped = self.bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
-        self.bucket_reducer.mark_unused(current, current.unused.difference(current.skipped))
+            current.report.faults[CONVERTED] = converted
+        everywhere, here = self.unused.unreachable(current.forwards)
+        current.unused.update(here)
+        # Large ones are left out singly where no hook reduces.
+        current.skipped = self.gradients.leave_out(everywhere, singly=self.hook is None)
+        self._mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
         for index, count in enumerate(current.counts):
-            if count and self.unused.note_gradient(current, index):
-                self.bucket_reducer.mark_ready(current, index)
+            if count:
+                current.ready_order.append(index)
+                if self.unused.note_gradient(current, index):
+                    self._mark_ready(current, index)
 
     def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
         current.abandon()
-        communicates = current.sync and not self.bucket_reducer.is_local
+        communicates = current.sync and not self._is_local
         if communicates:
-            self.bucket_reducer.abandon(current)
+            for bucket in self.gradients.buckets:
+                bucket.release_grads()
+            self._launch_ready(current)
         if current.broken_off:
             return
+        if communicates:
+            self._abandoned += [
+                handle for b in self.gradients.buckets if (handle := b.work or b.future) is not None
+            ]
         self._delayed.launch(zeros=True)
         if communicates:
-            self._consensus.abandon(current)
+            self._end.abandon(current)
 
     def _settle(self, *, together: bool = False) -> None:
         """Raises what went wrong on other ranks in earlier passes, where that is deferred."""
@@ -515,7 +555,7 @@ class Reducer:
         try:
             # All ranks lay their buckets out again after the first pass, which blocks anyway.
             first = self._must_rebuild and not self._was_captured
-            self._must_rebuild |= self._consensus.settle(together=together or first)
+            self._must_rebuild |= self._end.settle(together=together or first)
         except DistError as error:
             self.passes -= 1  # as on the rank that raised in that pass
             self._must_rebuild = False
@@ -526,8 +566,11 @@ class Reducer:
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
-        self.bucket_reducer.wait_for_abandoned()
-        self._consensus.wait_for_abandoned()
+        abandoned, self._abandoned = self._abandoned, []
+        for handle in abandoned:
+            with contextlib.suppress(Exception):
+                handle.wait()
+        self._end.wait_for_abandoned()
         owed, self._recovery.owed = self._recovery.owed, None
         if owed is not None and self._recovery.is_broken_off():
             self._meet(owed, after=True)
@@ -547,16 +590,147 @@ class Reducer:
         """Brings the ranks together after a pass that was broken off; returns the error that all raise."""
         error, self.passes = self._recovery.meet(report, self.passes, after=after)
         self._must_rebuild = False
-        self.bucket_reducer.let_go()
-        self._consensus.begin_anew()
+        self._let_go()
+        self._end.begin_anew()
         return error
 
     def _leave(self, report: ErrorReport) -> GradientSyncError:
         """Leaves a pass that was broken off before the ranks meet; returns the error of this rank."""
         error = self._recovery.leave(report)
-        self.bucket_reducer.let_go()
-        self._consensus.begin_anew()
+        self._let_go()
+        self._end.begin_anew()
         return error
+
+    # ---- launching buckets ---------------------------------------------------------------------------------
+
+    def _mark_ready(self, current: BackwardPass, index: int) -> None:
+        """Takes a gradient to which nothing will be added; launches the buckets that are full by it."""
+        gradient = self.gradients[index]
+        if gradient.comes_early:
+            try:
+                gradient.copy_early()
+            except BadGradientError as error:
+                current.report.errors.append(str(error))
+        if self._count(index) and not current.ending:
+            self._launch_ready(current)
+
+    def _mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:
+        """Takes something else for parameters to which this pass gives no gradient; launches nothing."""
+        for index in indices:
+            current.unused.add(index)
+            if index in self.gradients.bucket_of:
+                bucket, gradient = self.gradients.bucket_of[index], self.gradients[index]
+                try:
+                    bucket.fill_unused(gradient, zeros_only=current.zeros_only)
+                except BadGradientError as error:
+                    current.report.errors.append(str(error))
+            self._count(index)
+
+    def _count(self, index: int) -> bool:
+        """Counts one more gradient as ready; returns whether its bucket is full by it."""
+        bucket = self.gradients.bucket_of.get(index)
+        if bucket is not None:
+            return bucket.mark_ready()
+        if self._sparse is not None:
+            self._sparse.pending -= 1
+            return not self._sparse.pending
+        return False
+
+    def _launch_ready(self, current: BackwardPass) -> None:
+        """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper).
+
+        The last one carries the signals. Of an abandoned pass, all others are launched with zeros. Of one
+        that a hook's failure broke off, none is.
+        """
+        if current.broken_off:
+            return
+        try:
+            self._launch(current)
+        except DistError:
+            if not self._recovery.is_broken_off():
+                raise
+            current.broken_off, current.broken = True, False
+
+    def _launch(self, current: BackwardPass) -> None:
+        buckets, sparse = self.gradients.buckets, self._sparse
+        # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket,
+        # and so do those about sparse gradients.
+        early = not current.ending and (current.nested or bool(self._strangers))
+        early = early or (sparse is not None and sparse.pending > 0)
+        end = len(buckets) - (early and not current.abandoned)
+        while self._next < end and not current.broken_off:
+            bucket = buckets[self._next]
+            if bucket.pending and not current.abandoned:
+                return
+            announce = None if current.uneven is None or self._next else current.uneven.announce
+            if announce is not None and not self._is_local:
+                try:
+                    announce()
+                except BaseException:
+                    current.broken = True
+                    raise
+            if not bucket.skipped and current.abandoned:
+                bucket.fill_with_zeros()
+            elif not bucket.skipped:
+                current.report.errors += bucket.fill(current.unused)
+            if bucket.tail is not None and sparse is not None and not self._is_local:
+                unused = {index for index in current.unused if not current.used_before[index]}
+                sparse.announce(unused, error=bool(current.report), zeros_only=current.zeros_only)
+            self._next += 1
+            self.clock.mark(Mark.COMMUNICATION_BEGIN)
+            try:
+                if self.hook is None:
+                    if bucket.tail is not None:
+                        self._end.write_signals(current, bucket.tail)
+                    tensors = bucket.tensors()
+                    bucket.mark_launched(work=self._averager.start(tensors) if tensors else None)
+                elif bucket.indices and not bucket.skipped:
+                    self._run_hook(current, *self.hook, bucket)
+            except BaseException:
+                current.broken = True
+                raise
+
+    def _run_hook(self, current: BackwardPass, hook: Hook, state: Any, bucket: Bucket) -> None:
+        """Calls the hook; where it fails, that is reported and the pass broken off, so that no peer waits."""
+        later = self.gradients.buckets[bucket.index + 1 :]
+        last = not any(other.indices and not other.skipped for other in later)
+        try:
+            future: Any = hook(state, GradBucket(bucket, last=last))
+            if not _is_future(future):
+                raise TypeError(
+                    "the communication hook must return a torch.futures.Future of a tensor, but returned "
+                    f"a value of type {type(future).__name__} for bucket {bucket.index}"
+                )
+        except BaseException as error:
+            bucket.mark_launched()
+            self._hook_failed(current, bucket, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            bucket.mark_launched(future=future)
+
+    def _hook_failed(self, current: BackwardPass, bucket: Bucket, error: BaseException) -> None:
+        """Reports a failure of the hook, unless it comes of another rank's; the pass is to be left.
+
+        Raises:
+            DistError: the failure, where something else broke the group.
+        """
+        if self._recovery.is_broken_off():
+            current.broken_off = True
+            if self._recovery.comes_of_it(error):
+                return
+        elif not self._is_local and (broken := self._group._first_cause()) is not None:
+            raise error if isinstance(error, DistError) else broken from error
+        names = bucket.names
+        few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        hook = self.hook[0] if self.hook else None
+        name = getattr(hook, "__name__", type(hook).__name__)
+        why = f"its communication hook {name} failed on bucket {bucket.index} ({few})"
+        current.report.errors.append(f"{why}: {type(error).__name__}: {error}")
+        current.report.cause = current.report.cause or error
+        if not self._is_local:
+            current.broken_off = True
+            self._recovery.hook_failed(why, error, ending=current.ending)
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
 
@@ -569,8 +743,8 @@ class Reducer:
                 raise
             current.broken_off = True
         if current.broken_off:
-            leave_or_meet = self._leave if self._consensus.defers(current) else self._meet
-            raise leave_or_meet(current.report) from current.cause
+            leave_or_meet = self._leave if self._end.defers(current) else self._meet
+            raise leave_or_meet(current.report) from current.report.cause
 
     def _finish_pass(self, current: BackwardPass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
@@ -578,34 +752,38 @@ class Reducer:
         self.clock.mark(Mark.BACKWARD_END)
         for index in self.unused.incomplete(current):
             if current.counts[index]:
-                self.bucket_reducer.mark_ready(current, index)
+                self._mark_ready(current, index)
             else:
-                self.bucket_reducer.mark_unused(current, [index])
+                self._mark_unused(current, [index])
         if current.strangers:  # for which others are missing
-            current.report.errors.append(errors.replaced(list(current.strangers)))
+            current.report.errors.append(
+                f"{', '.join(current.strangers)} got a gradient, but came into the module after it was "
+                "wrapped, as by setattr, load_state_dict(assign=True) or weight_norm, so that nobody "
+                f"averages it; {_WRAP_AGAIN}"
+            )
         else:
             self.unused.report_missing(current)
-        self.bucket_reducer.launch_ready(current)
+        self._launch_ready(current)
         if not current.broken_off:
             self._delayed.launch()
-            self.bucket_reducer.wait_for_hook(current)
+            self._wait_for_hook(current)
         if current.broken_off:
             return
-        self._consensus.send_signals(current)
+        self._end.send_signals(current)
         tail = self.gradients.buckets[-1].tail
-        if self.bucket_reducer.hook is None:
-            self.bucket_reducer.finalize(current)
-            timed = self.clock.end()
-            signals = self._consensus.read_signals(current, tail)
-        else:  # the signals tell of the hooks; gradients of a bad pass stay as they are
-            signals = self._consensus.read_signals(current, tail)
-            self.bucket_reducer.finalize(current)
-            timed = self.clock.end()
+        # Where a hook reduces, signals tell of it before: gradients of a bad pass stay as they are.
+        signals = None if self.hook is None else self._end.read_signals(current, tail)
+        self._finalize(current)
+        timed = self.clock.end()
+        signals = signals or self._end.read_signals(current, tail)
         globally_unused = self.unused.globally_unused(current, signals.unused)
         for index in current.unused:
-            self.gradients.finalize_unused(index, used=index not in globally_unused)
+            gradient = self.gradients[index]
+            if index in self.gradients.bucket_of:  # else it is sparse, and averaged as it is
+                used = index not in globally_unused
+                self.gradients.bucket_of[index].finalize_unused(gradient, used=used)
             if current.zeros_only and index in globally_unused:  # as on ranks that zeroed their gradients
-                self.gradients.parameters[index].grad = None
+                gradient.parameter.grad = None
         self._must_rebuild = signals.relayout or not self.passes
         self.unused.note(current, signals.unused)
         if not current.shadow:
@@ -613,3 +791,72 @@ class Reducer:
         self.passes += 1
         if timed:
             self.clock.log(self._group, f"{self._model}, iteration {self.passes}")
+
+    def _wait_for_hook(self, current: BackwardPass) -> None:
+        """Waits for what the communication hook returned, where there is one, and reports what is wrong.
+
+        Raises:
+            DistError: a collective operation of the hook failed, because something broke the group.
+        """
+        for bucket in self.gradients.buckets if self.hook is not None else ():
+            if current.broken_off:  # nobody may complete the others
+                return
+            try:
+                bucket.wait()
+            except BaseException as error:
+                self._hook_failed(current, bucket, error)
+                if not isinstance(error, Exception):
+                    raise
+            bucket.state = BucketState.DONE
+
+    def _finalize(self, current: BackwardPass) -> None:
+        """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
+
+        Raises:
+            Exception: what the first reduction that failed, failed with; all have ended then.
+        """
+        failure: Exception | None = None
+        self._left.clear()
+        if self._sparse is not None:
+            self._sparse.exchange()
+        for bucket in self.gradients.buckets:
+            try:
+                if bucket.state is not BucketState.DONE:
+                    bucket.wait()
+                divisor = self._averager.divisor
+                if bucket.future is not None and divisor is not None and not self._is_local:
+                    bucket.buffer.mul_(self._group.size() / divisor)  # of the hook's mean over all ranks
+                if failure is None and not current.report:
+                    bucket.finalize(current.unused)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if self._sparse is not None:
+            self._sparse.finish()
+
+    def _let_go(self) -> None:
+        """Takes other buckets after a pass that was broken off; the old ones stay while they may be written.
+
+        MPI cannot call off what is in flight, and futures of the hook may yet write their results. Nobody has
+        those of a call that failed; on a device, what they write may come after all that this rank waits for.
+        """
+        devices = {b.flat.device for b in self.gradients.buckets if b.flat.is_cuda}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._left += [(b.future, b.flat) for b in self.gradients.buckets if b.future is not None]
+        self._left = [(future, flat) for future, flat in self._left if not _is_done(future)]
+        self.gradients.copy_all()
+
+
+def _is_future(value: object) -> bool:
+    return isinstance(value, torch._C.Future)
+
+
+def _is_done(future: Future[Any]) -> bool:
+    """Returns whether a future is complete; lets the current stream wait for its value then."""
+    done = future.done()
+    if done:
+        with contextlib.suppress(Exception):
+            future.wait()
+    return done

@@ -19,8 +19,8 @@ from torch_world import run_torch
 
 import collectives
 from collectives.ddp import DistributedDataParallel, ModelMismatchError
-from collectives.ddp.autograd.trees import map_tensors, tensors_in
 from collectives.ddp.hooks.registration import BuiltinCommHookType
+from collectives.ddp.module.trees import map_tensors, tensors_in
 
 
 def test_arguments_are_those_of_torch() -> None:

@@ -46,7 +46,7 @@ _HOOKS = (
 _HAVE_STORES = ("torch.distributed", "torch.distributed.rendezvous", "torch.distributed.distributed_c10d")
 _DROP_IN = {
     **dict.fromkeys(_HAVE_STORES, "collectives.store"),
-    "torch.distributed.algorithms.join": "collectives.ddp.join.join",
+    "torch.distributed.algorithms.join": "collectives.ddp.join",
     "torch.distributed.optim": "collectives.ddp.optim",
     "torch.nn.parallel": "collectives.ddp",
     "torch.nn.parallel.distributed": "collectives.ddp",

@@ -17,7 +17,7 @@ from torch.futures import Future
 from collectives import ProcessGroup
 from collectives.core.work import chain
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["Hook", "after", "comm_hook", "completed", "dense_buffer", "group_of", "is_torch_bucket"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.ddp.hooks.support.adapter import is_torch_bucket, widths
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["ErrorMemory", "ParameterKeys", "working_dtype"]
 

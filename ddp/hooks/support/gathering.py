@@ -14,7 +14,7 @@ from collectives.ddp.hooks.support.codecs import Codec
 from collectives.ddp.hooks.support.error_feedback import working_dtype
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
 from collectives.ddp.hooks.support.uncompressed import average_exactly
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = [
     "EncodedState",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from collectives import ProcessGroup
+from collectives.ddp.agreement import gather_records
 from collectives.ddp.hooks.support.adapter import group_of
 from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys
-from collectives.ddp.reducer.grad_bucket import GradBucket
-from collectives.ddp.sync.recovery import gather_records
+from collectives.ddp.reducer.buckets import GradBucket
 from collectives.dynamo import Uncompiled
 from collectives.logs import Log
 

@@ -19,7 +19,7 @@ from collectives import ProcessGroup, Work
 from collectives.ddp.hooks.support.adapter import pending, widths
 from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys, working_dtype
 from collectives.ddp.reducer.averaging import average
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = [
     "BucketCompression",

@@ -10,7 +10,7 @@ from torch.futures import Future
 from collectives import ProcessGroup
 from collectives.ddp.hooks.support.adapter import after
 from collectives.ddp.reducer.averaging import average
-from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["average_exactly"]
 

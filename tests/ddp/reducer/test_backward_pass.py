@@ -7,7 +7,18 @@ import warnings
 
 import pytest
 import torch
-from ddp_oracle import Chain, Marked, data, equal, grads, naive_average, naive_broadcast, pair
+from ddp_oracle import (
+    Chain,
+    Marked,
+    data,
+    equal,
+    grads,
+    naive_average,
+    naive_broadcast,
+    pair,
+    same_averages,
+    same_pass,
+)
 from harness import run_ranks
 from torch import nn
 from torch.distributed import autograd as dist_autograd
@@ -52,8 +63,7 @@ def different_orders(group, view):
         naive.zero_grad()
         ours(data(group.rank(), step), order).backward()
         naive(data(group.rank(), step), order).backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same, ready, launched
 
 
@@ -158,14 +168,12 @@ def forward_decides(group):
     found.append(ours.reducer.passes)
     naive(data(rank, 0)).sum().backward()
     naive(data(rank, 1)).sum().backward()
-    naive_average(naive.parameters(), group)
-    found.append(equal(grads(ours.module), grads(naive)))
+    found.append(same_averages(ours, naive))
     with ours.no_sync():
         first = ours(data(rank, 2))
     (first * ours(data(rank, 3))).sum().backward()
     (naive(data(rank, 2)) * naive(data(rank, 3))).sum().backward()
-    naive_average(naive.parameters(), group)
-    found += [ours.reducer.passes, equal(grads(ours.module), grads(naive))]
+    found += [ours.reducer.passes, same_averages(ours, naive)]
     with pytest.raises(KeyError), ours.no_sync():
         raise KeyError
     return [*found, ours.require_backward_grad_sync]
@@ -194,8 +202,7 @@ def unusual_sources(group):
     ours.module.loss.backward()
     naive(data(rank))
     naive.loss.backward()
-    naive_average(naive.parameters(), group)
-    found = [equal(grads(ours.module), grads(naive))]
+    found = [same_averages(ours, naive)]
     local = ours.module.layer.weight.sum()
     local.backward()
     naive.layer.weight.sum().backward()
@@ -212,8 +219,7 @@ def unusual_sources(group):
     out = naive(y)
     inner = torch.autograd.grad(out.sum(), y, create_graph=True)[0]
     (out.sum() + inner.square().sum()).backward()
-    naive_average(naive.parameters(), group)
-    found.append((ours.reducer.passes, equal(grads(ours.module), grads(naive))))
+    found.append((ours.reducer.passes, same_averages(ours, naive)))
 
     x.grad = None
     ours(x).sum().backward(inputs=[x])
@@ -266,8 +272,7 @@ def outside_of_forward(group):
         for model, scale in ((ours, ours.module.scale), (naive, naive.scale)):
             model.zero_grad()
             (model(x) * scale).sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -282,8 +287,7 @@ def double_backward(group, view):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that gradients with graphs make cycles
             model(x).square().sum().backward(create_graph=True)
-    naive_average(naive.parameters(), group)
-    same = equal(grads(ours.module), grads(naive))
+    same = same_averages(ours, naive)
     for model in (ours, naive):
         model.zero_grad()
     return same
@@ -296,10 +300,10 @@ def test_backward_that_records_a_graph(view) -> None:
 
 def hooks_of_the_user(group, view, in_place):
     """Clips each gradient as it comes, by hooks registered before and after wrapping."""
-    from collectives.ddp.reducer import gradients
+    from collectives.ddp.reducer import buckets
 
-    before = gradients.IN_PLACE_BYTES
-    gradients.IN_PLACE_BYTES = 0 if in_place else before
+    before = buckets.IN_PLACE_BYTES
+    buckets.IN_PLACE_BYTES = 0 if in_place else before
     try:
         naive = Chain()
         torch.manual_seed(5)
@@ -321,16 +325,9 @@ def hooks_of_the_user(group, view, in_place):
         for model in (module, naive):
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(double)
-        same = []
-        for step in range(3):
-            for model in (ours, naive):
-                model.zero_grad()
-                model(data(group.rank(), step)).sum().backward()
-            naive_average(naive.parameters(), group)
-            same.append(equal(grads(module), grads(naive)))
-        return same
+        return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
     finally:
-        gradients.IN_PLACE_BYTES = before
+        buckets.IN_PLACE_BYTES = before
 
 
 @VIEWS
@@ -360,8 +357,7 @@ def odd_sizes(group, options):
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step)).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        same.append(same_averages(ours, naive))
     return same
 
 
@@ -391,8 +387,7 @@ def under_dist_autograd(group, folder, remote):
     rpc.shutdown()
     ours(data(rank, 1)).sum().backward()
     naive(data(rank, 1)).sum().backward()
-    naive_average(naive.parameters(), group)
-    return message, equal(grads(ours.module), grads(naive))
+    return message, same_averages(ours, naive)
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])

@@ -8,7 +8,7 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order, complete_trace
+from collectives.ddp.reducer.buckets import OrderTrace, agree_on_order, complete_trace
 
 
 def test_a_trace_keeps_the_last_time_and_puts_absent_ones_last() -> None:

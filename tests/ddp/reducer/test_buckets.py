@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from collectives.ddp import GradBucket
-from collectives.ddp.reducer.buckets import Bucket, BucketState, assign_buckets, bucket_limits
+from collectives.ddp.reducer.buckets import Bucket, BucketState, Gradient, assign_buckets, bucket_limits
 
 MIB = 1024 * 1024
 
@@ -96,26 +96,32 @@ def parameters():
     ]
 
 
+def gradients_of(parameters):
+    return [Gradient(index, "abcde"[index], parameter) for index, parameter in enumerate(parameters)]
+
+
 def bucket_of(index, parameters, **options):
     return Bucket(
         index,
-        range(len(parameters)),
-        parameters,
-        parameters,
+        gradients_of(parameters),
         dtype=parameters[0].dtype,
         device=torch.device("cpu"),
         **options,
     )
 
 
+def views_of(bucket):
+    return [gradient.view for gradient in bucket.gradients]
+
+
 def test_views_have_shapes_and_strides_and_do_not_overlap() -> None:
     bucket = bucket_of(0, parameters(), tail=1)
     assert bucket.buffer.numel() == 6 + 120 + 1 + 0 + 12
     assert bucket.flat.numel() == bucket.buffer.numel() + 1
-    assert [view.shape for view in bucket.views] == [p.shape for p in bucket.parameters]
-    assert [view.stride() for view in bucket.views[:3]] == [p.stride() for p in bucket.parameters[:3]]
-    assert bucket.views[4].stride() == (3, 1)
-    for number, view in enumerate(bucket.views, 1):
+    assert [view.shape for view in views_of(bucket)] == [p.shape for p in bucket.parameters]
+    assert [view.stride() for view in views_of(bucket)[:3]] == [p.stride() for p in bucket.parameters[:3]]
+    assert views_of(bucket)[4].stride() == (3, 1)
+    for number, view in enumerate(views_of(bucket), 1):
         view.add_(number)
     assert sorted(bucket.buffer.tolist()) == [1.0] * 6 + [2.0] * 120 + [3.0] + [5.0] * 12
     assert bucket.tail.tolist() == [0.0]
@@ -125,17 +131,17 @@ def test_gradients_in_place_have_no_room_in_the_bucket() -> None:
     bucket = bucket_of(0, parameters(), in_place={1}, tail=3)
     assert bucket.buffer.numel() == 6 + 1 + 0 + 12
     assert bucket.flat.numel() == bucket.buffer.numel() + 3
-    assert bucket.views[1] is None
+    assert views_of(bucket)[1] is None
     assert bucket.nbytes == 139 * 4
     assert bucket.tensors() == [bucket.flat]
     alone = bucket_of(0, parameters()[:1], in_place={0})
-    alone.in_place_tensors = [torch.ones(6)]
+    alone.in_place = [torch.ones(6)]
     assert len(alone.tensors()) == 1
 
 
 def test_complex_gradients_travel_as_pairs() -> None:
     bucket = bucket_of(0, [nn.Parameter(torch.ones(3, dtype=torch.complex128))], tail=1)
-    bucket.views[0].fill_(2 + 3j)
+    views_of(bucket)[0].fill_(2 + 3j)
     assert bucket.buffer.dtype is torch.complex128
     assert bucket.flat.tolist() == [2.0, 3.0] * 3 + [0.0]
 
@@ -152,7 +158,7 @@ def test_states() -> None:
     assert bucket.state is BucketState.LAUNCHED
     bucket.wait()
     assert bucket.state is BucketState.DONE
-    assert bucket.views[0].unique().tolist() == [2.0]
+    assert views_of(bucket)[0].unique().tolist() == [2.0]
     bucket.reset()
     assert (bucket.state, bucket.pending) == (BucketState.FILLING, 5)
 
@@ -172,7 +178,7 @@ def test_gaps_that_pay_for_a_message_are_left_out(unused, least_bytes, left_out,
     """Gradients of 6, 4 and 6 elements, then a tail of one; another one is reduced in place."""
     width = 2 if dtype.is_complex else 1
     given = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in (6, 4, 6, 100)]
-    bucket = Bucket(0, range(4), given, given, dtype=dtype, device=torch.device("cpu"), in_place={3}, tail=1)
+    bucket = bucket_of(0, given, in_place={3}, tail=1)
     bucket.flat.copy_(torch.arange(bucket.flat.numel()))
     bucket.leave_out(unused, least_bytes * width)
     assert (bucket.left_out, bucket.pending) == (left_out, 4 - len(left_out))
@@ -185,11 +191,11 @@ def test_gaps_that_pay_for_a_message_are_left_out(unused, least_bytes, left_out,
 
 def test_what_a_hook_sees() -> None:
     bucket = bucket_of(3, parameters(), tail=1)
-    seen = GradBucket(bucket, ["a", "b", "c", "d", "e"], last=True)
+    seen = GradBucket(bucket, last=True)
     assert (seen.index(), seen.is_last(), seen.names()) == (3, True, ["a", "b", "c", "d", "e"])
     assert all(p is q for p, q in zip(seen.parameters(), bucket.parameters, strict=True))
     assert seen.buffer().shape == (139,)
-    assert [g.data_ptr() for g in seen.gradients()] == [v.data_ptr() for v in bucket.views]
+    assert [g.data_ptr() for g in seen.gradients()] == [v.data_ptr() for v in views_of(bucket)]
     half = torch.arange(139, dtype=torch.float16)
     seen.set_buffer(half)
     assert seen.buffer().dtype is torch.float16

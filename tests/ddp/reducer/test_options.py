@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import allreduce_hook
-from collectives.ddp.reducer import gradients
+from collectives.ddp.reducer import buckets
 
 data = Layers.inputs
 
@@ -65,8 +65,8 @@ def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
 
 def dropping(group, plan, options):
     """All layers lie in one bucket; returns how many elements of gradients each pass sends."""
-    before = gradients.IN_PLACE_BYTES
-    gradients.IN_PLACE_BYTES = 0
+    before = buckets.IN_PLACE_BYTES
+    buckets.IN_PLACE_BYTES = 0
     try:
         ours = DistributedDataParallel(
             Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
@@ -86,7 +86,7 @@ def dropping(group, plan, options):
                 naive_average(naive.parameters(), group)
                 wrong += same_gradients(ours.module, naive)
     finally:
-        gradients.IN_PLACE_BYTES = before
+        buckets.IN_PLACE_BYTES = before
     return wrong, elements
 
 
@@ -106,8 +106,8 @@ def test_layers_that_all_ranks_drop_are_left_out_of_a_bucket(options) -> None:
 
 def breaking(group, options):
     """Rank 1's backward breaks off in a pass that leaves layers out; the pass after it is whole."""
-    before = gradients.IN_PLACE_BYTES
-    gradients.IN_PLACE_BYTES = 0
+    before = buckets.IN_PLACE_BYTES
+    buckets.IN_PLACE_BYTES = 0
     try:
         ours = DistributedDataParallel(
             Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
@@ -127,7 +127,7 @@ def breaking(group, options):
             model(data(group.rank(), 3), "03").sum().backward()
         naive_average(naive.parameters(), group)
     finally:
-        gradients.IN_PLACE_BYTES = before
+        buckets.IN_PLACE_BYTES = before
     reasons = getattr(caught.value, "reasons", {})
     return same_gradients(ours.module, naive), list(reasons)
 

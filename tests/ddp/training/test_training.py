@@ -13,11 +13,10 @@ from ddp_oracle import (
     Zoo,
     data,
     differences,
-    equal,
-    grads,
     naive_average,
     naive_broadcast,
     pair,
+    same_averages,
     snapshot,
 )
 from harness import run_ranks
@@ -25,7 +24,7 @@ from torch import nn
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
-from collectives.ddp.reducer import gradients
+from collectives.ddp.reducer import buckets
 
 STEPS = 5
 
@@ -102,7 +101,7 @@ def train_naively(group, micro_batches, set_to_none, skips):
 
 def train_with(group, micro_batches, set_to_none, skips, hook, delayed, in_place_bytes, **options):
     made = []
-    gradients.IN_PLACE_BYTES = in_place_bytes
+    buckets.IN_PLACE_BYTES = in_place_bytes
 
     def wrap(module):
         if delayed:
@@ -125,11 +124,11 @@ def restoring(function):
 
     @functools.wraps(function)
     def run(*args):
-        before = gradients.IN_PLACE_BYTES
+        before = buckets.IN_PLACE_BYTES
         try:
             return function(*args)
         finally:
-            gradients.IN_PLACE_BYTES = before
+            buckets.IN_PLACE_BYTES = before
 
     return run
 
@@ -247,8 +246,7 @@ def without_checks(group):
     output.sum().backward()
     group.allreduce = checked
     naive(data(group.rank(), 1)).sum().backward()
-    naive_average(naive.parameters(), group)
-    return equal(grads(ours.module), grads(naive))
+    return same_averages(ours, naive)
 
 
 @pytest.mark.parametrize("backend", ["host", "round_robin"])

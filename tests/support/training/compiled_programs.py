@@ -16,8 +16,8 @@ PACKAGES = [
     Path(package.__file__).resolve().parent
     for package in (collectives, collectives.ddp, collectives.store, collectives.backends)
 ]
-TRACED = {"dynamo.py", "sync_batch_norm.py"}
-"""Files with what is to be compiled: the frame around a user's module, and a layer."""
+TRACED = {"distributed.py:_run_module"}
+"""What is to be compiled, besides a layer: the frame around a user's module."""
 
 
 def compare_compiled(programs, backend, calls=3):
@@ -35,8 +35,11 @@ def compare_compiled(programs, backend, calls=3):
 
     def note(code, compiled):
         path = Path(code.co_filename).resolve()
-        if path.name not in TRACED and any(map(path.is_relative_to, PACKAGES)):
-            ours.append(f"{path.name}:{code.co_name}")
+        name = f"{path.name}:{code.co_name}"
+        if path.name == "sync_batch_norm.py" or name in TRACED:
+            return
+        if any(map(path.is_relative_to, PACKAGES)):
+            ours.append(name)
 
     handle = torch._dynamo.convert_frame.register_bytecode_hook(note)
     wrong = {}

@@ -1,17 +1,86 @@
-"""Tracks which parameters get gradients, pass after pass: what is expected, what came, what no rank used."""
+"""Which parameters get gradients, pass after pass: what is expected, what came, what no rank used.
+
+With ``skip_all_reduce_unused_params=True`` (layer dropping, PyTorch Distributed, VLDB 2020, section 6.2.2) it
+is found out before a pass which parameters no rank can reach in it, so that they are not sent. Ranks can
+agree to leave gradients out only before the first bucket is due. So the graph is searched at the end of
+forward, which is the price; an all-reduce adds up what the ranks found while the backward pass begins.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from collectives.ddp.reducer.backward_pass import BackwardPass, Forward
-from collectives.ddp.sync.error_report import ErrorReport
-from collectives.ddp.unused_parameters import errors
-from collectives.ddp.unused_parameters.graph_search import GraphSearch
+from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from collectives.ddp.reducer.backward_pass import (
+    CHANGED,
+    MISSING,
+    REPEATED,
+    BackwardPass,
+    ErrorReport,
+    Forward,
+)
 
 __all__ = ["UnusedParameters"]
+
+_SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
+
+_MAX_OVERTAKEN = 8
+"""After so many synchronised passes of other forwards, a forward is taken to have none itself."""
+
+
+def _reachable_parameters(outputs: Iterable[torch.Tensor], accumulators: Mapping[Any, int]) -> set[int]:
+    """Returns the parameters that the outputs depend on.
+
+    Args:
+        outputs: tensors.
+        accumulators: indices of the parameters by the nodes that accumulate their gradients.
+    """
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            index = accumulators.get(following)
+            if index is None:
+                stack.append(following)
+            else:
+                reached.add(index)
+    return reached
+
+
+class _SearchResult:
+    """What the ranks reach in one forward; made by all ranks.
+
+    Args:
+        group: the ranks.
+        mine: for each parameter whether this rank reaches it, or has accumulated in it before.
+        device: device of tensors that the group takes.
+    """
+
+    def __init__(self, group: ProcessGroup, mine: Sequence[bool], device: torch.device) -> None:
+        self.mine = mine
+        self._group = group
+        self._sums = torch.tensor([int(value) for value in mine], dtype=torch.int32, device=device)
+        self._work: Work | None = group.allreduce([self._sums], _SUM)
+        self._on_any_rank: list[bool] = []
+
+    def on_any_rank(self) -> list[bool]:
+        """Returns for each parameter whether any rank reaches it; blocks until that is known."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            self._on_any_rank = [count > 0 for count in self._group.to_host(self._sums).tolist()]
+        return self._on_any_rank
 
 
 class UnusedParameters:
@@ -20,7 +89,6 @@ class UnusedParameters:
     A parameter is *used* where it got a gradient since the last synchronised pass, that one not included.
 
     Attributes:
-        search: finds before a pass what no rank can reach in it; ``None`` where no bucket is skipped.
         find_unused: whether parameters may be unused in a pass.
         static: whether all passes use the parameters alike, so that the first one tells how.
         expected: how often each gradient comes in a pass; ``None`` before the first one of a static graph has
@@ -28,20 +96,37 @@ class UnusedParameters:
         used: for each parameter a number that is not zero where it is used.
         counts: how often each gradient came in the last pass that ended well; empty before the first one.
         is_constant: whether all passes that ended well used the parameters alike.
+        is_local: whether nothing communicates, so that nothing is skipped.
 
     Args:
         parameters: the parameters by name.
+        group: the ranks.
+        device: device of tensors that the group takes.
         find_unused: see above.
         static: see above.
+        accumulators: indices of the parameters by the nodes that accumulate their gradients, where buckets
+            are skipped that no rank can reach; ``None`` where not.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], *, find_unused: bool, static: bool
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        find_unused: bool,
+        static: bool,
+        accumulators: Mapping[Any, int] | None = None,
     ) -> None:
+        self._group = group
+        self._device = device
+        self._accumulators = accumulators
+        self.is_local = False
+        self._pending: list[Forward] = []  # without a synchronised pass over them
+        self._results: weakref.WeakKeyDictionary[Forward, _SearchResult] = weakref.WeakKeyDictionary()
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         count = len(self._names)
-        self.search: GraphSearch | None = None
         self.find_unused = find_unused
         self.static = static
         self.expected: list[int] | None = None if static else [1] * count
@@ -61,7 +146,7 @@ class UnusedParameters:
     @property
     def searches_graph(self) -> bool:
         """Whether graphs are searched for what no rank can reach."""
-        return self.search is not None and not self.static and not self.search.is_local
+        return self._accumulators is not None and not self.static and not self.is_local
 
     @property
     def is_reported(self) -> bool:
@@ -87,25 +172,32 @@ class UnusedParameters:
         Returns:
             Whether it did.
         """
-        if self.search is None or not self.searches_graph:
+        if self._accumulators is None or not self.searches_graph:
             return False
-        self.search.search(forward, outputs, self.used)
+        reached = _reachable_parameters(outputs, self._accumulators)
+        mine = [bool(before) or index in reached for index, before in enumerate(self.used)]
+        self._results[forward] = _SearchResult(self._group, mine, self._device)
+        self._pending.append(forward)
         return True
 
-    def unreachable(self, current: BackwardPass) -> Collection[int]:
-        """Returns the parameters that no rank gives a gradient in a pass, so that they may be skipped.
+    def unreachable(self, forwards: Iterable[Forward]) -> tuple[frozenset[int], Collection[int]]:
+        """Returns the parameters that no rank gives a gradient in a pass, and those that this one does not.
 
-        Adds those that this rank gives none to ``current.unused``. Blocks where the results of the ranks'
-        searches are not here yet.
+        The first may be skipped. Blocks where the results of the ranks' searches are not here yet.
+
+        Args:
+            forwards: those that the pass is known to belong to.
         """
-        current.unused.update(self._unused_here)
-        if self.search is None:
-            return ()
+        if self._accumulators is None:
+            return frozenset(), self._unused_here
         if not self.searches_graph:
-            return self._unused_everywhere
-        everywhere, here = self.search.unreachable(current.forwards, len(self.used))
-        current.unused.update(index for index in here if not self.used[index])
-        return everywhere
+            return frozenset(self._unused_everywhere), self._unused_here
+        results = [self._results[f] for f in {*self._pending, *forwards} if f in self._results]
+        on_any_rank = [result.on_any_rank() for result in results]
+        count = len(self.used)
+        everywhere = {index for index in range(count) if not any(reached[index] for reached in on_any_rank)}
+        here = [index for index in range(count) if not any(result.mine[index] for result in results)]
+        return frozenset(everywhere), [*self._unused_here, *(i for i in here if not self.used[i])]
 
     # ---- within a pass -----------------------------------------------------------------------------------
 
@@ -115,15 +207,17 @@ class UnusedParameters:
         Returns:
             Whether nothing more will be added to it in this pass.
         """
-        current.ready_order.append(index)
         if index in current.unused and self.searches_graph:
-            current.report.errors.append(errors.skipped(self._names[index]))
+            current.report.errors.append(
+                f"{self._names[index]} got a gradient, but nothing that forward returned depends on it, so "
+                "that it was skipped; leave out skip_all_reduce_unused_params"
+            )
             return False
         if self.expected is None:
             return False
         surplus = current.counts[index] - self.expected[index]
         if surplus == 1:
-            fault = errors.CHANGED if self.static else errors.REPEATED
+            fault = CHANGED if self.static else REPEATED
             current.report.blame(fault, self._names[index])
         return surplus == 0
 
@@ -147,18 +241,20 @@ class UnusedParameters:
             return
         if self.static and self.expected is not None:
             triples = zip(self._names, counts, self.expected, strict=True)
-            report.faults[errors.CHANGED] = [name for name, count, before in triples if count != before]
+            report.faults[CHANGED] = [name for name, count, before in triples if count != before]
         elif not self.static and not self.find_unused:
             self._report_unused(counts, report)
 
     def _report_unused(self, counts: Sequence[int], report: ErrorReport) -> None:
         for name, count in zip(self._names, counts, strict=True):
             if not count:
-                report.blame(errors.MISSING, name)
+                report.blame(MISSING, name)
         parameters = zip(self._names, self._parameters, strict=True)
         names = [name for name, parameter in parameters if not parameter.requires_grad]
         if names:
-            report.errors.append(errors.frozen(names))
+            report.errors.append(
+                f"{', '.join(names)} needed a gradient when the module was wrapped, but need none now"
+            )
 
     def local_used_map(self, counts: Sequence[int]) -> Sequence[int] | None:
         """Returns 1 for each parameter that is used or got a gradient in this pass, else 0.
@@ -194,10 +290,16 @@ class UnusedParameters:
             self.used = list(counts)
 
     def clear(self) -> None:
-        """Begins anew, after a synchronised pass."""
+        """Begins anew, after a synchronised pass; called by all ranks.
+
+        Forgets forwards that had theirs, or that so many others overtook. Not all forwards have a pass:
+        counted by passes, they are forgotten on all ranks at once. One that still has its own begins it with
+        what it reaches.
+        """
         self.used = [0] * len(self.used)
-        if self.search is not None:
-            self.search.forget_averaged()
+        for forward in self._pending:
+            forward.overtaken += 1
+        self._pending = [f for f in self._pending if not f.averaged and f.overtaken < _MAX_OVERTAKEN]
 
     def note(self, current: BackwardPass, reported: Collection[int]) -> None:
         """Takes in a synchronised pass that ended well.

@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.default_hooks import allreduce_hook
-from collectives.ddp.reducer import gradients as gradient_memory
+from collectives.ddp.reducer import buckets
 
 MODES = [
     {},
@@ -38,14 +38,14 @@ def same(ours, theirs, close=False):
 
 def wrapped(group, mode):
     """Returns the layers, wrapped; the mode may ask for all gradients to be reduced in place."""
-    before = gradient_memory.IN_PLACE_BYTES
+    before = buckets.IN_PLACE_BYTES
     try:
         if mode.get("in place"):
-            gradient_memory.IN_PLACE_BYTES = 0
+            buckets.IN_PLACE_BYTES = 0
         options = {name: value for name, value in mode.items() if name != "in place"}
         return DistributedDataParallel(Layers(), process_group=group, **options)
     finally:
-        gradient_memory.IN_PLACE_BYTES = before
+        buckets.IN_PLACE_BYTES = before
 
 
 def left_out(group, mode, plan, hook):

@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from collectives.ddp.sync.signals import Position, Signals
+from collectives.ddp.reducer.backward_pass import Position
+from collectives.ddp.reducer.end_of_pass import Signals
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")
 

@@ -8,7 +8,7 @@ import torch
 from harness import run_ranks
 
 from collectives import ProcessGroup
-from collectives.ddp.sync.recovery import gather_records
+from collectives.ddp.agreement import gather_records
 
 
 def gathered(group: ProcessGroup) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@ A rank has *joined* when it has left the training loop; before that it is active
 active ones: their hooks communicate what those do.
 
 Before a joinable communicates, an all-reduce tells the joined ranks so. There are two protocols. Where all
-joinables are of this package, it has a place for each rank (:mod:`collectives.ddp.join.protocol`).
-Else it is that of ``torch.distributed.algorithms.join``, a sum of ones, so that joinables of torch take part
-in a :class:`Join` of ours, and ours in one of torch.
+joinables are of this package, each rank adds its *code* to its own place of a sum: zero where it has joined,
+a number for what it communicates where it is active, and a negative one where it failed; so everyone knows
+who does what. Else it is that of ``torch.distributed.algorithms.join``, a sum of ones, so that joinables of
+torch take part in a :class:`Join` of ours, and ours in one of torch.
 
 By the contract of torch, the first joinable notifies once in each iteration, and joined ranks then run the
 main hooks of all joinables in order. Joinables of this package notify before all that they communicate, and
@@ -17,26 +18,30 @@ That is done where all joinables do so.
 from __future__ import annotations
 
 import contextlib
+import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from collectives import AllreduceOptions, ProcessGroup, ReduceOp, UnsupportedOperationError, Work
 from collectives.core.work import CompletedWork
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
-from collectives.ddp.join.protocol import JoinProtocol, Phase
 from collectives.dynamo import Uncompiled
-from collectives.errors import DistBackendError, UnsupportedOperationError
+from collectives.errors import DistBackendError
 
-__all__ = ["Join", "JoinConfig", "JoinHook", "Joinable"]
+__all__ = ["JOINED", "Join", "JoinHook", "Joinable", "Phase", "codes_of_all"]
 
 _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
+_SUM_NOW = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
+
+JOINED = 0
+_FAILED = -1
 
 _SKEW = 1000
 """A rank that has shadowed so many iterations warns."""
@@ -46,6 +51,154 @@ _KNOWN_TO_ALL = (GradientSyncError, JoinError, ModelMismatchError, DistBackendEr
 
 _open: set[ProcessGroup] = set()
 """Groups over which a context is open in this process."""
+
+
+# ---- codes -------------------------------------------------------------------------------------------------
+
+
+def _row_of(group: ProcessGroup, device: torch.device, code: int) -> torch.Tensor:
+    """Returns what this rank adds to the sum of all ranks' codes."""
+    codes = [0] * group.size()
+    codes[group.rank()] = code
+    return torch.tensor(codes, dtype=torch.int32, device=device)
+
+
+def codes_of_all(group: ProcessGroup, device: torch.device, code: int) -> list[int]:
+    """Returns the ranks' codes; called by all of them, blocks."""
+    row = _row_of(group, device, code)
+    group.allreduce([row], _SUM_NOW).wait()
+    codes: list[int] = group.to_host(row).tolist()
+    return codes
+
+
+class Phase(enum.IntEnum):
+    """What a joinable communicates."""
+
+    MAIN = 0
+    """All that belongs to an iteration; of a model that announces its backward passes, only the forward."""
+    BACKWARD = 1
+    """A backward pass."""
+
+
+class _Announcement(NamedTuple):
+    """What the active ranks are about to communicate.
+
+    Attributes:
+        place: place of the joinable.
+        phase: which of its communications.
+    """
+
+    place: int
+    phase: Phase
+
+    def code(self) -> int:
+        """Returns the number that stands for it."""
+        return 1 + self.place * len(Phase) + self.phase
+
+    @classmethod
+    def of(cls, code: int) -> _Announcement:
+        """Returns what a number stands for."""
+        place, phase = divmod(code - 1, len(Phase))
+        return cls(place, Phase(phase))
+
+
+class _JoinProtocol:
+    """The announcements of one context.
+
+    Args:
+        group: the ranks.
+        device: device of tensors that the group takes.
+        kinds: what the joinables are, for messages.
+        throws: whether it is an error that a rank has joined while another is active.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, kinds: Sequence[str], *, throws: bool
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._kinds = list(kinds)
+        self._throws = throws
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends the context: later calls do nothing."""
+        self._closed = True
+
+    def announce_active(self, place: int, phase: Phase) -> None:
+        """Tells that this rank is active; blocks until all ranks have announced.
+
+        Args:
+            place: place of the joinable that is about to communicate.
+            phase: which of its communications.
+
+        Raises:
+            UnevenInputsError: a rank has joined and must not.
+            JoinError: a rank failed, or is about to communicate something else.
+        """
+        if not self._closed:
+            self._read(codes_of_all(self._group, self._device, _Announcement(place, phase).code()))
+
+    def announce_joined(self) -> _Announcement | None:
+        """Tells that this rank has joined; returns what the others do, ``None`` where all have joined.
+
+        Raises:
+            UnevenInputsError: a rank is active and must not be.
+            JoinError: a rank failed, or active ranks are about to communicate different things.
+        """
+        return self._read(codes_of_all(self._group, self._device, JOINED))
+
+    def announce_failure(self) -> None:
+        """Tells that this rank failed; does not wait for the others."""
+        self._group.allreduce([_row_of(self._group, self._device, _FAILED)], _SUM)
+
+    def _read(self, codes: Sequence[int]) -> _Announcement | None:
+        failed = [rank for rank, code in enumerate(codes) if code == _FAILED]
+        if failed:
+            raise JoinError(f"{self._here()} {_in_words(failed)} left it by an exception", failed)
+        joined = [rank for rank, code in enumerate(codes) if code == JOINED]
+        if len(joined) == len(codes):
+            return None
+        if joined and self._throws:
+            mine = self._group.rank() in joined
+            words = "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+            found = "" if mine else words
+            who = _in_words(joined).capitalize()
+            raise UnevenInputsError(
+                f"{self._here()} {found}{who} exhausted all inputs, while others have some, and "
+                "throw_on_early_termination is set",
+                joined,
+            )
+        by_code: dict[int, list[int]] = {}
+        for rank, code in enumerate(codes):
+            if code != JOINED:
+                by_code.setdefault(code, []).append(rank)
+        if len(by_code) > 1:
+            lines = [
+                f"{_in_words(ranks)}: {self._about(_Announcement.of(code))}"
+                for code, ranks in by_code.items()
+            ]
+            raise JoinError(
+                f"{self._here()} ranks are about to communicate different things: {'; '.join(lines)}. Run "
+                "forward, backward and step alike on all ranks that have inputs",
+                [rank for ranks in by_code.values() for rank in ranks],
+            )
+        return _Announcement.of(next(iter(by_code)))
+
+    def _here(self) -> str:
+        return f"[rank {self._group.rank()}] Join over {self._group.describe()}:"
+
+    def _about(self, active: _Announcement) -> str:
+        kind = self._kinds[active.place] if active.place < len(self._kinds) else f"joinable {active.place}"
+        return f"{kind}, backward" if active.phase is Phase.BACKWARD else kind
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Returns some ranks in words."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- the context -------------------------------------------------------------------------------------------
 
 
 class JoinHook(Uncompiled):
@@ -66,7 +219,7 @@ class JoinHook(Uncompiled):
 
 
 @dataclass(frozen=True)
-class JoinConfig:
+class _JoinConfig:
     """What a joinable knows of the context that it takes part in; the first three fields are those of torch.
 
     Attributes:
@@ -82,7 +235,7 @@ class JoinConfig:
     throw_on_early_termination: bool = False
     is_first_joinable: bool = False
     place: int = 0
-    protocol: JoinProtocol | None = None
+    protocol: _JoinProtocol | None = None
     each_notifies: bool = False
 
 
@@ -98,7 +251,7 @@ class Joinable(Uncompiled, ABC):
     @abstractmethod
     def __init__(self) -> None:
         super().__init__()
-        self._join_config: Any = JoinConfig()
+        self._join_config: Any = _JoinConfig()
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -179,7 +332,7 @@ class Join(Uncompiled):
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
         self._hooks: list[Any] = []
-        self._protocol: JoinProtocol | None = None
+        self._protocol: _JoinProtocol | None = None
         self._each_notifies = False
         self._before: list[Any] = []
 
@@ -210,11 +363,11 @@ class Join(Uncompiled):
         self._protocol = None
         if ours:
             device = self._joinables[0].join_device
-            self._protocol = JoinProtocol(
+            self._protocol = _JoinProtocol(
                 self._group, device, [_kind(j) for j in self._joinables], throws=self._throw
             )
         for place, joinable in enumerate(self._joinables):
-            joinable._join_config = JoinConfig(
+            joinable._join_config = _JoinConfig(
                 enable=True,
                 throw_on_early_termination=self._throw,
                 is_first_joinable=place == 0,
@@ -274,7 +427,7 @@ class Join(Uncompiled):
             with contextlib.suppress(Exception):
                 self._protocol.announce_failure()
 
-    def _shadow_by_protocol(self, protocol: JoinProtocol) -> bool:
+    def _shadow_by_protocol(self, protocol: _JoinProtocol) -> bool:
         """Shadows what the active ranks announce; returns whether this rank is one of the last."""
         last, iterations = True, 0
         while (active := protocol.announce_joined()) is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from collectives import ProcessGroup
 from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
 from collectives.ddp.reducer.reducer import Reducer
-from collectives.ddp.statistics.timing import IterationClock, Mark
+from collectives.ddp.reducer.timing import IterationClock, Mark
 
 __all__ = ["construction_in_words", "logging_data"]
 

@@ -1,17 +1,18 @@
-"""Agreement of the ranks on the model, before any tensor of it is sent."""
+"""Agreement of the ranks on what they must have in common: the model, before any tensor of it is sent."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from collectives import ProcessGroup
 from collectives.ddp.errors import ModelMismatchError
 
-__all__ = ["describe_model", "tensor_in_words", "verify_agreement"]
+__all__ = ["describe_model", "gather_records", "tensor_in_words", "verify_agreement"]
 
 Row = tuple[str, str]
 """Something that must be equal on all ranks: its name and its description."""
@@ -49,7 +50,7 @@ def tensor_in_words(tensor: torch.Tensor) -> str:
 def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.device, model: str) -> None:
     """Checks that all ranks describe the same model; called by all of them. Blocks.
 
-    One exchange of 16 bytes where they agree; where not, a second one tells all ranks what differs.
+    One exchange of 16 bytes where they agree; where not, others tell all ranks what differs.
 
     Args:
         group: the ranks.
@@ -68,13 +69,8 @@ def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.dev
     digests = group.to_host(everyone).view(-1, 2)
     if bool((digests == digests[0]).all()):
         return
-    longest = int(digests[:, 0].max())
-    padded = torch.frombuffer(bytearray(text.ljust(longest, b" ")), dtype=torch.uint8).to(device)
-    texts = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    group.all_gather_single(texts, padded).wait()
     models = [
-        [(name, words) for name, words in json.loads(row.numpy().tobytes())]
-        for row in group.to_host(texts).view(group.size(), longest)
+        [(name, words) for name, words in json.loads(rank)] for rank in _gather_texts(group, text, device)
     ]
     lines = _differences(models)
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
@@ -115,3 +111,27 @@ def _by_rank(by_words: Mapping[str, Sequence[int]]) -> str:
         f"{words} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         for words, ranks in by_words.items()
     )
+
+
+def gather_records(group: ProcessGroup, record: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """Returns the records of all ranks; called by all of them, blocks.
+
+    Args:
+        group: the ranks.
+        record: this rank's, of values that JSON has; the same names on all ranks.
+        device: device of tensors that the group takes.
+    """
+    return [json.loads(text) for text in _gather_texts(group, json.dumps(record).encode(), device)]
+
+
+def _gather_texts(group: ProcessGroup, text: bytes, device: torch.device) -> list[bytes]:
+    """Returns the texts of all ranks, padded by blanks."""
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        everyone = mine.new_empty(group.size() * mine.numel(), device=device)
+        group.all_gather_single(everyone, mine.to(device)).wait()
+        return group.to_host(everyone).view(group.size(), -1)
+
+    longest = int(gather(torch.tensor([len(text)])).max())
+    rows = gather(torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+    return [row.numpy().tobytes() for row in rows]

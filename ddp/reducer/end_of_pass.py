@@ -1,0 +1,841 @@
+"""What ranks tell each other at the end of a synchronised pass: averages for all, or one error for all.
+
+A rank with an error takes part in every reduction all the same, so that no peer waits for it, and tells the
+others by *signals*: numbers in the *tail* of the last bucket, so that they cost no message of their own.
+Where no signal of an error is up, which costs nothing to find out, the pass is good on all ranks. Where one
+is, all ranks exchange their *reports* and raise the same error.
+
+A signal is zero on a rank that has nothing to report. Only whether the average is zero is looked at, which
+any floating type, any reduction and any number of ranks leaves exact. A value that the ranks must have in
+common has several signals, one for each value: each rank raises its own, and where two of them are up, the
+ranks differ.
+
+To read the signals of a device is to wait for it. *Deferred*, they are read before a later pass, as soon as
+they are there: then a rank with an error raises it alone at the end of its pass, and the others learn which
+rank that was. Those of the last pass are read when the group is shut down, or else when the process ends.
+
+A communication hook issues what it likes. A rank whose hook failed does not know what those of the other
+ranks wait for, and can neither send that nor let them know over the same group. So it breaks the groups that
+hooks use. What is in flight then fails on all ranks, which leave the pass, connect these groups anew, and
+tell each other what went wrong (:class:`Recovery`). Where passes do not wait for the device, the other ranks
+may be some passes ahead before they hear of it. Each raises in the pass that it is at, and the ranks meet
+before the next one. Those that raised in an earlier pass than others then raise in each one up to that of the
+others. So all have left out the same passes, and the ranks' loops, of which an error ends an iteration, go on
+with the same one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from collectives import DistError, GroupAbortedError, ProcessGroup, Work
+from collectives.core.forwarding import group_behind
+from collectives.core.host_copies import HostCopy
+from collectives.ddp.agreement import gather_records
+from collectives.ddp.default_group import default_group_or_none
+from collectives.ddp.errors import GradientSyncError
+from collectives.ddp.reducer.averaging import Averager
+from collectives.ddp.reducer.backward_pass import (
+    OUT_OF_STEP,
+    REPORT_BYTES,
+    BackwardPass,
+    ErrorReport,
+    Position,
+    Progress,
+)
+from collectives.ddp.reducer.buckets import OrderTrace
+from collectives.ddp.reducer.unused import UnusedParameters
+from collectives.errors import UnsupportedOperationError
+from collectives.logs import Log
+
+__all__ = ["EndOfPass", "Recovery", "Signals"]
+
+_log = Log(__name__)
+
+_EXIT_SECONDS = 10.0
+"""How long the end of the process waits for the last passes of all models."""
+_POLL_SECONDS = 0.01
+
+_BROKEN_BY_HOOK = "communication_hook"
+"""The operation that errors name where a hook's failure broke the group."""
+
+_BROKE_OFF = "broke off a backward pass"
+
+_USED = (
+    "Some ranks had begun the next pass when they learned of it. What an optimizer made of these gradients "
+    "there is wrong: load a checkpoint."
+)
+
+_MOMENT_S = 0.2
+
+_GROUP_TYPES = (ProcessGroup, torch.distributed.ProcessGroup)
+
+
+# ---- signals -----------------------------------------------------------------------------------------------
+
+_RELAYOUT = 0
+_GOES_ON = 1
+"""Raised by a rank whose host does not wait for the end of its passes."""
+
+_FIRST_GROUP = 2
+_MODULI = (4, 5, 7)
+"""A number is signalled by its remainders: two that differ by less than the product differ in one."""
+
+_GROUPS = (*_MODULI, *_MODULI, 2)
+"""Number of signals for each part of a :class:`Position`."""
+
+_FIRST_ERROR = _FIRST_GROUP + sum(_GROUPS)
+
+
+@dataclass
+class ReducedSignals:
+    """What the ranks signalled.
+
+    Attributes:
+        errors: where something went wrong: the ranks, or just 0 where they share one signal for it.
+        out_of_step: whether the ranks stand at different positions.
+        relayout: whether a rank requests another layout of the buckets.
+        all_wait: whether the hosts of all ranks wait for the end of each pass.
+        unused: indices of the parameters that no rank gave a gradient, where that is reported.
+    """
+
+    errors: Sequence[int] = ()
+    out_of_step: bool = False
+    relayout: bool = False
+    all_wait: bool = False
+    unused: frozenset[int] = field(default_factory=frozenset)
+
+
+def _raised_by(position: Position) -> Iterator[int]:
+    """Yields the places of the signals that stand for a position."""
+    forwards, unsynced = [position.forwards] * len(_MODULI), [position.unsynced] * len(_MODULI)
+    place = _FIRST_GROUP
+    for width, value in zip(_GROUPS, (*forwards, *unsynced, position.repeated), strict=True):
+        yield place + int(value) % width
+        place += width
+
+
+class Signals:
+    """The signals of one model, and how they lie in the tail.
+
+    Attributes:
+        size: number of elements of the tail.
+
+    Args:
+        counted: number of parameters whose use is reported; zero where all are used.
+        ranks: number of signals for errors: one for each rank, or one that they share.
+        rank: the one that this rank raises.
+    """
+
+    def __init__(self, counted: int, ranks: int = 1, rank: int = 0) -> None:
+        self._first_used = _FIRST_ERROR + ranks
+        self.size = self._first_used + counted
+        self._counted = counted
+        self._error = _FIRST_ERROR + rank
+        self._written: list[float] | None = None
+        self._on_device = torch.empty(0)
+
+    def write(
+        self,
+        tail: torch.Tensor,
+        *,
+        error: bool,
+        relayout: bool,
+        waits: bool,
+        position: Position | None,
+        used: Sequence[int] | None,
+        captured: bool = False,
+    ) -> None:
+        """Writes this rank's signals; waits for a device only to tell of other unused parameters than before.
+
+        Args:
+            tail: where to; floating, flat.
+            error: whether something went wrong on this rank.
+            relayout: whether it requests another layout of the buckets.
+            waits: whether its host waits for the end of each pass.
+            position: where it stands; ``None`` where it is in step with any.
+            used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
+            captured: whether this becomes part of a CUDA graph, where no parameters may be unused.
+        """
+        header = [0.0] * self._first_used
+        header[self._error] = float(error)
+        header[_RELAYOUT] = float(relayout)
+        header[_GOES_ON] = float(not waits)
+        for place in () if position is None else _raised_by(position):
+            header[place] = 1.0
+        if self._counted:
+            header += [1.0] * self._counted if used is None else map(float, used)
+        from_host = tail.device.type == "cpu" or (self._counted > 0 and used is not None)
+        if captured:  # a graph must not read memory that is given back when other signals are kept
+            self._raise(tail, header)
+            return
+        kept = self._on_device
+        if header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype):
+            tail.copy_(kept)
+            return
+        if from_host:
+            tail.copy_(torch.tensor(header, dtype=torch.float32))
+        else:
+            self._raise(tail, header)
+        self._on_device = tail.clone()  # passes mostly signal what they did before
+        self._written = header
+
+    def _raise(self, tail: torch.Tensor, header: Sequence[float]) -> None:
+        """Writes signals of a rank that uses all parameters, without a copy from the host."""
+        tail.zero_()
+        for place in range(self._first_used):
+            if header[place]:
+                tail[place].fill_(1.0)
+        if self._counted:
+            tail[self._first_used :].fill_(1.0)
+
+    def read(self, tail: torch.Tensor) -> ReducedSignals:
+        """Returns what the ranks signalled.
+
+        Args:
+            tail: the average of all ranks' signals, on the CPU.
+        """
+        values = tail.tolist()
+        used = values[self._first_used :]
+        out_of_step = False
+        place = _FIRST_GROUP
+        for width in _GROUPS:
+            out_of_step |= sum(value != 0 for value in values[place : place + width]) > 1
+            place += width
+        errors = values[_FIRST_ERROR : self._first_used]
+        return ReducedSignals(
+            errors=[rank for rank, value in enumerate(errors) if value != 0],
+            out_of_step=out_of_step,
+            relayout=values[_RELAYOUT] != 0,
+            all_wait=values[_GOES_ON] == 0,
+            unused=frozenset(index for index, value in enumerate(used) if value == 0)
+            if 0 in used
+            else frozenset(),
+        )
+
+    def local(self, used: Collection[int]) -> ReducedSignals:
+        """Returns the signals of this rank alone."""
+        return ReducedSignals(unused=frozenset(index for index, value in enumerate(used) if not value))
+
+
+# ---- reports -----------------------------------------------------------------------------------------------
+
+
+class ReportExchange:
+    """The exchange of the ranks' reports, issued by all of them after the last reduction of a pass.
+
+    Blocks only in :meth:`wait` and :meth:`error`.
+
+    Args:
+        group: the ranks.
+        report: this rank's report; an empty one where nothing went wrong.
+        device: device of tensors that the group takes.
+    """
+
+    def __init__(self, group: ProcessGroup, report: ErrorReport, device: torch.device) -> None:
+        self._group = group
+        self._mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8).to(device)
+        self._all = torch.empty(group.size() * REPORT_BYTES, dtype=torch.uint8, device=device)
+        self._work = group.all_gather_single(self._all, self._mine)
+
+    def wait(self) -> None:
+        """Blocks until the reports of all ranks are here."""
+        self._work.wait()
+
+    def error(self, model: str) -> GradientSyncError:
+        """Returns the error that every rank raises, made from the reports of all; blocks until they are here.
+
+        Args:
+            model: the model in words.
+        """
+        self.wait()
+        rows = self._group.to_host(self._all).view(self._group.size(), REPORT_BYTES)
+        return _sync_error(self._group, model, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
+
+
+def _sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) -> GradientSyncError:
+    """Returns the error for encoded reports of some ranks; empty ones are left out.
+
+    Args:
+        group: the ranks.
+        model: the model in words.
+        reports: encoded reports by rank.
+    """
+    reasons: dict[int, str] = {}
+    advice: dict[str, None] = {}
+    for rank, report in reports.items():
+        reason, *ways_out = report.rstrip(b"\0").decode(errors="replace").split("\0")
+        if reason:
+            reasons[rank] = reason
+            advice.update(dict.fromkeys(ways_out))
+    head = (
+        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of this backward pass could "
+        f"not be averaged, because of rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}:"
+    )
+    lines = [head, *(f"  rank {rank}: {reason}" for rank, reason in reasons.items()), *advice]
+    return GradientSyncError("\n".join(lines), reasons)
+
+
+def _late_error(
+    group: ProcessGroup, model: str, which: str, ranks: Sequence[int], report: ErrorReport
+) -> GradientSyncError:
+    """Returns the error of ranks that learn of one after the pass.
+
+    Args:
+        group: the ranks.
+        model: the model in words.
+        which: the pass in words.
+        ranks: those that raised an error; none where the ranks were out of step.
+        report: what this rank says of the pass.
+    """
+    if ranks:
+        reasons = dict.fromkeys(ranks, "it raised an error at the end of that pass, which tells more")
+        why = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, where the error was raised"
+    else:
+        reasons = {group.rank(): report.position}
+        why = f"ranks that were out of step: this rank {report.position}, and others did not. {OUT_OF_STEP}"
+    return GradientSyncError(
+        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of {which} were not averaged, "
+        f"because of {why.removesuffix('.')}. What an optimizer made of them is wrong: load a checkpoint. "
+        "Over a group whose waits block the host (blocking_wait of nccl), every rank raises the whole error "
+        "at the end of its backward pass.",
+        reasons,
+    )
+
+
+# ---- the end of a pass -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _LatePass:
+    """A pass whose signals were not read at its end.
+
+    Attributes:
+        copy: of the tail.
+        read: returns the signals in it.
+        report: what this rank says of the pass.
+    """
+
+    copy: HostCopy
+    read: Callable[[torch.Tensor], ReducedSignals]
+    report: ErrorReport
+
+
+class EndOfPass:
+    """What the ranks tell each other about their passes.
+
+    Attributes:
+        is_local: whether nothing communicates, so that this rank reads its own signals only.
+        progress: what this rank did since the last synchronised pass.
+
+    Args:
+        averager: averages over the ranks.
+        model: the model in words, for messages.
+        unused: which parameters this rank uses.
+        order: the order of their gradients.
+        device: device of tensors that the group takes.
+        deferred: whether signals may be read before the next pass.
+        explain: returns what to raise for an error after the last pass.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        model: str,
+        unused: UnusedParameters,
+        order: OrderTrace,
+        device: torch.device,
+        deferred: bool,
+        explain: Callable[[DistError], DistError],
+    ) -> None:
+        self._averager = averager
+        self._model = model
+        self._unused = unused
+        self._order = order
+        self._device = device
+        self._deferred = deferred
+        self._explain = explain
+        self._late: deque[_LatePass] = deque()
+        self._waits = False
+        self._relayout = False
+        self._out_of_step: ErrorReport | None = None
+        self.is_local = False
+        self.progress = Progress()
+        self._tail: torch.Tensor | None = None  # where the buckets cannot carry the signals
+        self._work: Work | None = None
+        self._abandoned: list[Work | ReportExchange] = []
+        self._signals = self._new_signals()
+        if deferred:
+            averager.group.check_before_shutdown(self.check_last)
+            _check_at_exit(self)
+
+    def _new_signals(self) -> Signals:
+        counted = self._unused.find_unused or self._unused.static
+        group = self._averager.group
+        own = (group.size(), group.rank()) if self._deferred else (1, 0)
+        return Signals(len(self._unused.used) if counted else 0, *own)
+
+    @property
+    def tail_size(self) -> int:
+        """Number of elements of the tail that carries the signals."""
+        return self._signals.size
+
+    def resize(self) -> None:
+        """Adapts the tail to what the ranks now tell each other about unused parameters."""
+        self._signals = self._new_signals()
+        if self._tail is not None:
+            self.send_separately()
+
+    def send_separately(self) -> None:
+        """Sends the signals in a message of their own from now on, and not with the last bucket."""
+        self._tail = torch.zeros(self._signals.size, device=self._device)
+
+    # ---- what a pass does --------------------------------------------------------------------------------
+
+    def write_signals(self, current: BackwardPass, tail: torch.Tensor) -> None:
+        """Writes this rank's signals."""
+        self._signals.write(
+            tail,
+            error=bool(current.report),
+            relayout=self._order.requests_relayout,
+            waits=self._waits or not self._deferred,
+            position=current.position(self.progress),
+            used=self._unused.local_used_map(current.counts),
+            captured=self._averager.group.is_capturing(tail.device),
+        )
+
+    def send_signals(self, current: BackwardPass) -> None:
+        """Sends the signals where they go separately; called after the launch of all buckets."""
+        if self._tail is not None:
+            self.write_signals(current, self._tail)
+            self._work = self._averager.start([self._tail])
+
+    def why_not_deferred(self) -> str | None:
+        """Returns why signals are read at the end of a pass, ``None`` where they are read before the next.
+
+        Ranks that count what they use need to know at the end of the pass. Equal on all ranks.
+        """
+        if not self._deferred:
+            return "the waits of its group block the host"
+        if self._unused.find_unused:
+            return "find_unused_parameters reads on the host, at the end of a pass, what no rank used"
+        if self._unused.is_reported:
+            return "the first pass of a static graph reads on the host, at its end, what no rank used"
+        return None
+
+    def check_capture(self, *, joining: bool, sparse: bool) -> None:
+        """Checks that a pass can become part of a CUDA graph, where nothing is read on the host.
+
+        Args:
+            joining: whether the ranks train within a Join.
+            sparse: whether there are sparse gradients.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        reason = self.why_not_deferred()
+        if joining:
+            reason = "join() communicates on the host before each pass"
+        elif sparse:
+            reason = "sparse gradients have sizes that the host must know"
+        if reason is not None:
+            raise RuntimeError(
+                f"[rank {self._averager.group.rank()}] {self._model} cannot be captured into a CUDA graph: "
+                f"{reason}; run this pass without a graph"
+            )
+
+    def defers(self, current: BackwardPass) -> bool:
+        """Returns whether the signals of a pass are read before the next one."""
+        return (
+            not self.is_local and not (current.shadow or current.uneven) and self.why_not_deferred() is None
+        )
+
+    def read_signals(self, current: BackwardPass, tail: torch.Tensor | None) -> ReducedSignals:
+        """Returns what the ranks signalled; blocks until that is here, unless it is deferred.
+
+        Args:
+            current: the pass.
+            tail: of the last bucket, after its reduction.
+
+        Raises:
+            GradientSyncError: something went wrong on a rank; raised on all ranks, or where that is deferred,
+                on that one.
+            DistError: the group broke, so that there are no averages.
+        """
+        group, report = self._averager.group, current.report
+        if self.is_local or tail is None:
+            signals = self._signals.local(self._unused.used if self._unused.is_reported else ())
+        else:
+            if self._tail is not None and self._work is not None:
+                self._work.wait()
+                tail = self._tail
+            if not self.defers(current):
+                signals = self._signals.read(group.to_host(tail))
+                if signals.out_of_step and not current.shadow:
+                    report.position = str(current.position(self.progress))
+                if signals.errors or signals.out_of_step:
+                    error = ReportExchange(group, report, self._device).error(self._model)
+                    raise error from report.cause
+            else:  # a rank with an error raises that below, and has nothing to settle
+                signals = ReducedSignals()
+                if not report:
+                    late = ErrorReport(position=str(current.position(self.progress)))
+                    self._late.append(_LatePass(group.to_host_later(tail), self._signals.read, late))
+        if report:  # only this rank knows: nothing communicates, or the signals are gone or deferred
+            raise _sync_error(group, self._model, {group.rank(): report.encode()}) from report.cause
+        return signals
+
+    def settle(self, *, together: bool = False) -> bool:
+        """Raises what is known to be wrong with earlier passes; returns whether to lay the buckets out again.
+
+        Called before each synchronised pass, on all ranks. Does not block: what passes signalled is read when
+        it is here, which may be some passes later, and earlier on one rank than on another.
+
+        What the ranks have to do together, they do before the same pass. Where a rank reads that there is
+        something to be done, its host waits for the end of each pass from then on, and signals so. Where all
+        hosts have waited for a pass, they know that of each other, and act.
+
+        While a CUDA graph is captured, nothing can be read, and the next pass that is not settles all; those
+        of passes in a graph are the ones of its last replay.
+
+        Args:
+            together: whether all ranks have read all passes by now, as all of them say so here; then blocks.
+
+        Raises:
+            GradientSyncError: something went wrong on a rank in an earlier pass.
+            DistError: the group broke in it, so that there were no averages.
+        """
+        if not self._late or self._averager.group.is_capturing(self._device):
+            return False
+        while self._late and (together or self._waits or self._late[0].copy.done()):
+            ago = len(self._late)
+            signals = self._read_oldest(
+                "the backward pass before this forward"
+                if ago == 1
+                else f"the last backward pass but {ago - 1}"
+            )
+            together |= signals.all_wait
+            self._waits |= signals.relayout or signals.out_of_step
+        if not (together and self._waits):
+            return False
+        self._waits, relayout, report = False, self._relayout, self._out_of_step
+        self._relayout, self._out_of_step = False, None
+        if report is not None:
+            raise ReportExchange(self._averager.group, report, self._device).error(self._model)
+        return relayout
+
+    def _read_oldest(self, which: str) -> ReducedSignals:
+        """Returns what the oldest pass signalled that was not read; raises the error of a rank in it."""
+        late = self._late.popleft()
+        try:
+            signals = late.read(late.copy.result())
+        except DistError:
+            self._late.clear()  # nothing was averaged in later ones, either
+            raise
+        if signals.errors:
+            raise _late_error(self._averager.group, self._model, which, signals.errors, late.report)
+        if signals.out_of_step:
+            self._out_of_step = self._out_of_step or late.report
+        self._relayout |= signals.relayout
+        return signals
+
+    def check_last(self) -> None:
+        """Raises what went wrong in passes that no other followed; blocks until these have ended.
+
+        Called before the group ends, on this rank whether or not on others.
+
+        Raises:
+            GradientSyncError: something went wrong on a rank.
+            DistError: the group broke, so that there were no averages.
+        """
+        try:
+            while self._late:
+                self._read_oldest("one of the last backward passes")
+        except DistError as error:
+            raise self._explain(error) from error.__cause__
+        if self._out_of_step is not None:
+            report, self._out_of_step = self._out_of_step, None
+            which = "one of the last backward passes"
+            raise _late_error(self._averager.group, self._model, which, (), report)
+
+    def check_at_exit(self, until: float) -> None:
+        """Logs what went wrong in passes that no other followed; does not raise.
+
+        Args:
+            until: when it no longer waits for these to end, on the monotonic clock.
+        """
+        log = _log.of(self._averager.group)
+        try:
+            while self._late and not self._late[-1].copy.done():
+                if time.monotonic() >= until:
+                    log.error(
+                        "the process ends before the last backward pass of %s: its gradients were not "
+                        "averaged, as far as this rank knows, and parameters that an optimizer made of them "
+                        "are this rank's alone",
+                        self._model,
+                    )
+                    return
+                time.sleep(_POLL_SECONDS)
+            self.check_last()
+        except GroupAbortedError:
+            pass  # as the user wanted
+        except Exception as error:  # noqa: BLE001 - nobody is left to catch it
+            log.error("at the end of the process: %s", error)
+
+    def begin_anew(self) -> None:
+        """Forgets what earlier passes left, after one that was broken off; all ranks do so."""
+        self._late.clear()
+        self._abandoned.clear()
+        self._waits = self._relayout = False
+        self._out_of_step = self._work = None
+        self.progress = Progress()
+        self.send_separately()  # what is in flight may yet be written to the tail before
+
+    def abandon(self, current: BackwardPass) -> None:
+        """Sends signals and report of a pass that broke off here, without waiting."""
+        self.send_signals(current)
+        if self._work is not None:
+            self._abandoned.append(self._work)
+        if not self.defers(current):
+            self._abandoned.append(ReportExchange(self._averager.group, current.report, self._device))
+
+    def wait_for_abandoned(self) -> None:
+        """Waits for what an abandoned pass has issued; its error was raised then."""
+        abandoned, self._abandoned = self._abandoned, []
+        for exchange in abandoned:
+            with contextlib.suppress(Exception):
+                exchange.wait()
+
+
+_deferring: weakref.WeakSet[EndOfPass] = weakref.WeakSet()
+_process = 0
+"""The process in which the end is watched; a child that is forked inherits the function and no pass."""
+
+
+def _check_at_exit(end: EndOfPass) -> None:
+    """Has the last passes checked when the process ends, before what watches their groups does."""
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _deferring.clear()
+        atexit.register(_check_all)
+    _deferring.add(end)
+
+
+def _check_all() -> None:
+    until = time.monotonic() + _EXIT_SECONDS
+    for end in list(_deferring) if _process == os.getpid() else ():
+        end.check_at_exit(until)
+
+
+# ---- after a hook that failed ------------------------------------------------------------------------------
+
+
+class Recovery:
+    """Brings the ranks together after a pass of which a communication hook failed.
+
+    Attributes:
+        owed: this rank's report of a pass that it left early, where others wait to meet, or may.
+        ended: number of synchronised passes that ended, well or not, or did not begin for an error.
+        left_out: how many have to have ended before the next one may begin.
+
+    Args:
+        group: the ranks.
+        model: the model in words, for messages.
+        device: device of tensors that the group takes.
+    """
+
+    def __init__(self, group: ProcessGroup, model: str, device: torch.device) -> None:
+        self._group = group
+        self._model = model
+        self._device = device
+        self._hook: tuple[Any, Any] = None, None
+        self._failure: GroupAbortedError | None = None
+        self.owed: ErrorReport | None = None
+        self.ended = self.left_out = 0
+        self._told = GradientSyncError()
+
+    def serve(self, hook: object, state: object) -> None:
+        """Takes note of the hook that reduces."""
+        self._hook = hook, state
+
+    def hook_failed(self, why: str, error: BaseException, *, ending: bool) -> None:
+        """Takes note that the hook of this rank failed; it is to leave the pass then, or to meet the others.
+
+        Those may have failed as well and be about to say why. So they have a moment before groups are broken.
+
+        Args:
+            why: what failed, in words.
+            error: what the hook raised.
+            ending: whether the backward pass is over, so that this rank issues nothing more before they meet.
+        """
+        rank = self._group.rank()
+        cause = DistError(f"{type(error).__name__}: {error}", rank)
+        text = f"rank {rank} {_BROKE_OFF}: {why}: {cause}"
+        number = self.ended + 1
+        self._failure = GroupAbortedError(text, rank, operation=_BROKEN_BY_HOOK, sequence=number, cause=cause)
+        if not ending:
+            time.sleep(_MOMENT_S)
+            self._break_off()
+
+    def is_broken_off(self) -> bool:
+        """Returns whether the hook of a rank failed and that has broken a group here."""
+        return self._cause() is not None
+
+    def comes_of_it(self, error: BaseException | None) -> bool:
+        """Returns whether an error of this rank's hook is what came of another one's."""
+        broken_off = self.is_broken_off()
+        while broken_off and error is not None:
+            # Futures of torch make their errors anew, of which only the words are left.
+            if isinstance(error, DistError) or _BROKE_OFF in str(error):
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    def meet(self, report: ErrorReport, passes: int, *, after: bool) -> tuple[GradientSyncError, int]:
+        """Connects the groups anew; called by all ranks, blocks.
+
+        Args:
+            report: what went wrong on this rank.
+            passes: number of passes that ended well, as far as this rank knows.
+            after: whether this rank has left the pass; else it is within the one in which it raises.
+
+        Returns:
+            The error that all ranks raise, and the number of passes that ended well.
+
+        Raises:
+            DistError: a rank has died, or does not come.
+        """
+        number = self.ended if after else self.ended + 1
+        others = self._groups()[1:]
+        try:
+            self._group._renew(self._break_off)
+        except UnsupportedOperationError as error:
+            return self.leave(report, f"{error}; make a new group"), passes
+        self._failure = self.owed = None
+        mine = {
+            "groups": [other.group_name for other in others],
+            "iter": self._iteration(),
+            "pass": number,
+            "passes": passes,
+        }
+        records = gather_records(self._group, mine, self._device)
+        by_rank = dict(zip(self._group.global_ranks, records, strict=True))
+        for other in others:
+            if all(other.group_name in by_rank[member]["groups"] for member in other.global_ranks):
+                other._renew()
+        if self._group.is_stream_ordered(self._device):
+            self.left_out = max(record["pass"] for record in records)
+            # Ranks that raised in later passes, or do not know of earlier errors yet, used what came of them.
+            if len({record["pass"] for record in records}) > 1 or (
+                len({record["pass"] - record["passes"] for record in records}) > 1
+            ):
+                report.advice.append(_USED)
+        self._reset_hook(max(record["iter"] for record in records))
+        self._told = ReportExchange(self._group, report, self._device).error(self._model)
+        return self._told, min(record["passes"] for record in records)
+
+    def owe(self, report: ErrorReport) -> None:
+        """Takes note that this rank leaves a pass before it knows how that ends."""
+        self._break_off()
+        self.owed = report
+
+    def leave(self, report: ErrorReport, note: str = "") -> GradientSyncError:
+        """Returns what this rank can tell alone of a pass that broke off; the ranks meet before the next one.
+
+        Args:
+            report: what went wrong on this rank.
+            note: what else there is to say.
+        """
+        self.owe(report)
+        cause, rank = self._cause(), self._group.rank()
+        if cause is not None and not report:
+            rank, report = cause.rank, ErrorReport(errors=[str(cause)])
+            report.advice += [_USED] if 0 <= cause.sequence <= self.ended else []
+        report.errors += [note] if note else []
+        return _sync_error(self._group, self._model, {rank: report.encode()})
+
+    def explain_last(self, error: DistError) -> DistError:
+        """Returns what to raise for an error of passes after which the ranks do not meet again."""
+        if isinstance(error, GradientSyncError) or not self.is_broken_off():
+            return error
+        return self.leave(ErrorReport())
+
+    def check_next(self) -> None:
+        """Raises where other ranks have left out the pass that is about to begin.
+
+        Raises:
+            GradientSyncError: they did.
+        """
+        if self.ended < self.left_out:
+            self.ended += 1
+            why = "This pass is left out, too, because other ranks learned of that here or later."
+            raise GradientSyncError(f"{self._told}\n{why}", self._told.reasons)
+
+    # ---- inside ------------------------------------------------------------------------------------------
+
+    def _break_off(self) -> None:
+        """Lets all that is in flight fail, and the other ranks know, where this one's hook failed."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            for group in self._groups():
+                details = {**failure.details(), "rank": group.rank()}
+                group._break_for(GroupAbortedError(failure.args[0], **details, cause=failure.cause))
+
+    def _groups(self) -> Sequence[ProcessGroup]:
+        """Returns the groups that hooks use: the model's, and others of its ranks that they name."""
+        members = set(self._group.global_ranks)
+        default = default_group_or_none()
+        found = [*_named_by(*self._hook), *([] if default is None else [default])]
+        others = {group for group in found if members.issuperset(group.global_ranks)}
+        others.discard(self._group)
+        return [self._group, *sorted(others, key=lambda group: group.group_name)]
+
+    def _cause(self) -> GroupAbortedError | None:
+        """Returns what broke the first group that a hook's failure broke."""
+        for group in self._groups() if self._hook[0] is not None else ():
+            cause = group._first_cause()
+            if isinstance(cause, GroupAbortedError) and cause.operation == _BROKEN_BY_HOOK:
+                return cause
+        return None
+
+    def _iteration(self) -> int:
+        """Returns what the hook's state counts, as those of torch's hooks and ours do."""
+        count = getattr(self._hook[1], "iter", None)
+        return count if type(count) is int else 0
+
+    def _reset_hook(self, iteration: int) -> None:
+        """Lets the hook and its state begin anew what the ranks have in common."""
+        if type(getattr(self._hook[1], "iter", None)) is int:
+            self._hook[1].iter = iteration
+        for listener in self._hook:
+            tell = getattr(listener, "pass_failed", None)
+            if callable(tell):
+                tell()
+
+
+def _named_by(hook: Any, state: object) -> Iterator[ProcessGroup]:
+    """Yields the groups that hook and state hold, as far as that shows."""
+    method, partial = getattr(hook, "__self__", None), getattr(hook, "keywords", {})
+    for one in (hook, method, *getattr(hook, "args", ()), *partial.values(), state):
+        parts = (
+            one.values()
+            if isinstance(one, Mapping)
+            else vars(one).values()
+            if hasattr(one, "__dict__")
+            else ()
+        )
+        for part in (one, *parts):
+            group = group_behind(part) if isinstance(part, _GROUP_TYPES) else None
+            if group is not None:
+                yield group
