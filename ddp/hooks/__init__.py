@@ -1,11 +1,13 @@
 """Communication hooks, which average a full bucket of gradients, and their registration by name.
 
 A hook takes its state and a :class:`~collectives.ddp.GradBucket`, and returns a future of the averaged flat
-tensor; torch's DistributedDataParallel takes them, too. Not here: codecs and other parts that hooks share
-(:mod:`collectives.ddp.hooks.support`).
+tensor; torch's DistributedDataParallel takes them, too. What hooks share is in ``adapter``, ``state`` and
+``compression``.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 from collectives.ddp.hooks import (
     adaptive_hook,
@@ -21,17 +23,7 @@ from collectives.ddp.hooks import (
 from collectives.ddp.hooks.registration import BuiltinCommHookType, DDPCommHookType, register_ddp_comm_hook
 from collectives.dynamo import leave_names_uncompiled
 
-for _module in (
-    adaptive_hook,
-    ddp_zero_hook,
-    debugging_hooks,
-    default_hooks,
-    one_bit_hook,
-    post_localSGD_hook,
-    powerSGD_hook,
-    quantization_hooks,
-    top_k_hook,
-):
+for _module in [value for value in globals().values() if isinstance(value, ModuleType)]:
     leave_names_uncompiled(vars(_module))
 leave_names_uncompiled(globals())
 

@@ -20,18 +20,9 @@ import torch
 from torch.futures import Future
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
-from collectives.ddp.hooks.support.adapter import after, comm_hook, dense_buffer, widths
-from collectives.ddp.hooks.support.codecs import Affine, Codec, OfEach, Signs
-from collectives.ddp.hooks.support.gathering import (
-    EncodedState,
-    average_encoded,
-    encode_with_feedback,
-    keep_error,
-    with_feedback,
-)
-from collectives.ddp.hooks.support.hook_state import check_integer
-from collectives.ddp.hooks.support.uncompressed import average_exactly
-from collectives.ddp.reducer.averaging import average
+from collectives.ddp.hooks.adapter import comm_hook, widths
+from collectives.ddp.hooks.compression import Affine, Cast, Codec, CompressingState, OfEach, Signs, compress
+from collectives.ddp.hooks.state import check_integer
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["LEVELS", "AdaptiveState", "adaptive_hook"]
@@ -48,17 +39,15 @@ class _Level:
 
     Attributes:
         bits: of each element, with what blocks add.
-        codec: writes the messages that are gathered; ``None`` for an all-reduce.
-        dtype: data type of that all-reduce.
+        codec: writes the messages.
     """
 
     bits: float
-    codec: Codec | None = None
-    dtype: torch.dtype = torch.float32
+    codec: Codec
 
     def cost(self, size: int) -> float:
         """Returns how many bits of each element a rank of ``size`` sends."""
-        return self.bits * (2 / size if self.codec is None else 1.0) * (size - 1)
+        return self.bits * (2 / size if self.codec.adds_up else 1.0) * (size - 1)
 
     def error(self, values: torch.Tensor, norm: torch.Tensor) -> float:
         """Returns the relative error on this rank; infinite where it cannot be told.
@@ -67,18 +56,15 @@ class _Level:
             values: the gradients.
             norm: theirs, not zero.
         """
-        if self.codec is None:
-            rest = values - values.to(self.dtype)
-        else:
-            rest = values.clone()
-            self.codec.add_to(rest, self.codec.encode(values), -1.0)
+        rest = values.clone()
+        self.codec.add_to(rest, self.codec.encode(values), -1.0)
         ratio = float(torch.linalg.vector_norm(rest) / norm)
         return ratio if math.isfinite(ratio) else math.inf
 
 
 _LEVELS = {
-    "32 bits": _Level(32),
-    "16 bits": _Level(16, dtype=torch.bfloat16),
+    "32 bits": _Level(32, Cast()),
+    "16 bits": _Level(16, Cast(torch.bfloat16)),
     "8 bits": _Level(8 + 64 / _BLOCK, Affine(8, _BLOCK)),
     "4 bits": _Level(4 + 64 / _BLOCK, Affine(4, _BLOCK)),
 }
@@ -94,7 +80,7 @@ def _levels(bucket: GradBucket) -> dict[str, _Level]:
     return {**_LEVELS, "1 bit": _Level(8 * signs.length() / sum(sizes), signs)}
 
 
-class AdaptiveState(EncodedState):
+class AdaptiveState(CompressingState):
     """Settings and memory of :func:`adaptive_hook`.
 
     Attributes:
@@ -115,6 +101,8 @@ class AdaptiveState(EncodedState):
         ValueError: an argument is out of its range.
     """
 
+    _SETTINGS = (*CompressingState._SETTINGS, "tolerance", "interval")
+
     def __init__(
         self,
         process_group: object = None,
@@ -127,7 +115,7 @@ class AdaptiveState(EncodedState):
         if not tolerance > 0:
             raise ValueError(f"tolerance must be above 0, but is {tolerance}")
         check_integer("interval", interval, 1)
-        self.tolerance = tolerance
+        self.tolerance = float(tolerance)
         self.interval = interval
         self.levels: dict[tuple[str, ...], str] = {}
         self._measurements: dict[tuple[str, ...], tuple[torch.Tensor, Work]] = {}
@@ -135,12 +123,7 @@ class AdaptiveState(EncodedState):
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
-        return {
-            **super().facts(),
-            "tolerance": float(self.tolerance),
-            "interval": self.interval,
-            "levels": len(self.levels),
-        }
+        return {**super().facts(), "levels": len(self.levels)}
 
     def reset_memory(self) -> None:
         """Forgets errors and levels; called on all ranks."""
@@ -153,14 +136,13 @@ class AdaptiveState(EncodedState):
         """Returns what pickle saves; a measurement under way is taken anew."""
         return {**super().__getstate__(), "_measurements": {}}
 
-    def level(self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup) -> str:
-        """Returns the level of a bucket: the cheapest that the last measurement allows; waits for that.
+    def codec(self, bucket: GradBucket, values: torch.Tensor, group: ProcessGroup) -> Codec:
+        """Returns that of the cheapest level that the last measurement allows; waits for that.
 
-        Args:
-            keys: of the bucket's parameters.
-            levels: what each level sends and loses, by name.
-            group: the ranks.
+        Measures the errors of all levels for the next iteration, where it is time to.
         """
+        keys = self.keys.of(bucket)
+        levels = _levels(bucket)
         if keys not in self.levels:
             self._forget_parts_of(keys)
         measured = self._measurements.pop(keys, None)
@@ -168,12 +150,14 @@ class AdaptiveState(EncodedState):
             row, work = measured
             work.wait()
             self._decide(keys, levels, group, group.to_host(row).tolist())
-        return self.levels.get(keys, LEVELS[0])
+        chosen = levels[self.levels.get(keys, LEVELS[0])].codec
+        self._measure(keys, levels, group, values)
+        return chosen
 
     def _decide(
         self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup, row: Sequence[float]
     ) -> None:
-        """Chooses the level by a measurement, from what :meth:`measure` sends."""
+        """Chooses the level by a measurement, from what :meth:`_measure` sends."""
         norm, *errors = row
         if math.isfinite(norm):
             pairs = zip(LEVELS, [0.0, *errors], strict=True)
@@ -197,23 +181,10 @@ class AdaptiveState(EncodedState):
             if old in self._measurements:
                 self._measurements.pop(old)[1].wait()
 
-    def measure(
-        self,
-        keys: tuple[str, ...],
-        levels: Mapping[str, _Level],
-        group: ProcessGroup,
-        values: torch.Tensor,
+    def _measure(
+        self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup, values: torch.Tensor
     ) -> None:
-        """Measures the errors of all levels, where it is time to; all ranks get the largest.
-
-        Does not block: the next :meth:`level` of the bucket waits for the ranks.
-
-        Args:
-            keys: of the bucket's parameters.
-            levels: what each level sends and loses, by name.
-            group: the ranks; all call it for the same buckets.
-            values: the bucket's gradients with the error added; not changed.
-        """
+        """Measures the errors of all levels, where it is time to; all ranks get the largest."""
         settled = keys in self.levels and keys not in self._undecided
         if settled and (self.iter - self.start_iter) % self.interval:
             return
@@ -226,7 +197,6 @@ class AdaptiveState(EncodedState):
 
 
 @comm_hook
-@torch.no_grad()
 def adaptive_hook(state: AdaptiveState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages each bucket in as few bits as its gradients allow, with error feedback.
 
@@ -245,28 +215,4 @@ def adaptive_hook(state: AdaptiveState, bucket: GradBucket) -> Future[torch.Tens
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.
     """
-    buffer = dense_buffer(bucket)
-    group = state.join(bucket)
-    if state.iter < state.start_iter or not buffer.numel():
-        state.maybe_increase_iter(bucket)
-        return average_exactly(group, bucket)
-    keys = state.keys.of(bucket)
-    levels = _levels(bucket)
-    level = levels[state.level(keys, levels, group)]
-    values = with_feedback(state, bucket)
-    state.measure(keys, levels, group, values)
-    state.maybe_increase_iter(bucket)
-    if level.codec is not None:
-        message = encode_with_feedback(state, bucket, level.codec, values)
-        return average_encoded(group, bucket, level.codec, message)
-    wire = values.to(values.dtype if level.dtype is torch.float32 else level.dtype)
-    keep_error(state, bucket, values, lambda error: error.sub_(wire))
-    result = bucket.buffer()
-
-    @torch.no_grad()
-    def copied(done: Future[Any]) -> torch.Tensor:
-        done.value()
-        buffer.copy_(wire)
-        return result
-
-    return after(bucket, average(group, wire).get_future(), copied)
+    return compress(state, bucket)

@@ -16,9 +16,9 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.broadcast import CoalescedBroadcast
-from collectives.ddp.hooks.support.adapter import Hook, comm_hook, is_torch_bucket, pending
+from collectives.ddp.hooks.adapter import comm_hook, is_torch_bucket, pending
 from collectives.ddp.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from collectives.ddp.reducer.buckets import GradBucket, layout
+from collectives.ddp.reducer.buckets import GradBucket, Hook, layout
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

@@ -11,10 +11,9 @@ import torch
 from torch.futures import Future
 
 from collectives import ReduceOp
-from collectives.ddp.hooks.support.adapter import Hook, after, comm_hook, dense_buffer, group_of
-from collectives.ddp.hooks.support.uncompressed import average_exactly
+from collectives.ddp.hooks.adapter import after, average_exactly, comm_hook, dense_buffer, group_of
 from collectives.ddp.reducer.averaging import average, averaging_op
-from collectives.ddp.reducer.buckets import GradBucket
+from collectives.ddp.reducer.buckets import GradBucket, Hook
 
 __all__ = [
     "allreduce_hook",

@@ -6,21 +6,19 @@ training of speech DNNs", Interspeech 2014.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.futures import Future
 
-from collectives.ddp.hooks.support.adapter import comm_hook, widths
-from collectives.ddp.hooks.support.codecs import OfEach, Signs
-from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
-from collectives.ddp.hooks.support.hook_state import check_integer
+from collectives import ProcessGroup
+from collectives.ddp.hooks.adapter import comm_hook, widths
+from collectives.ddp.hooks.compression import Codec, CompressingState, OfEach, Signs, compress
+from collectives.ddp.hooks.state import check_integer
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["OneBitState", "one_bit_hook"]
 
 
-class OneBitState(EncodedState):
+class OneBitState(CompressingState):
     """Settings and memory of :func:`one_bit_hook`.
 
     Args:
@@ -37,6 +35,8 @@ class OneBitState(EncodedState):
         ValueError: an argument is out of its range.
     """
 
+    _SETTINGS = (*CompressingState._SETTINGS, "block")
+
     def __init__(
         self,
         process_group: object = None,
@@ -50,9 +50,9 @@ class OneBitState(EncodedState):
             raise ValueError(f"block must be a positive multiple of 8, but is {block}")
         self.block = block
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what must be the same on all ranks."""
-        return {**super().facts(), "block": self.block}
+    def codec(self, bucket: GradBucket, values: torch.Tensor, group: ProcessGroup) -> Codec:  # noqa: ARG002
+        """Returns what writes and reads the messages of a bucket."""
+        return OfEach(Signs(self.block), widths(bucket))
 
 
 @comm_hook
@@ -73,4 +73,4 @@ def one_bit_hook(state: OneBitState, bucket: GradBucket) -> Future[torch.Tensor]
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.
     """
-    return average_with_feedback(state, bucket, OfEach(Signs(state.block), widths(bucket)))
+    return compress(state, bucket)

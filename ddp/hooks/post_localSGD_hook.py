@@ -13,9 +13,8 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.default_group import subgroup_of_machine
-from collectives.ddp.hooks.support.adapter import comm_hook, completed, group_of, is_torch_bucket
-from collectives.ddp.hooks.support.hook_state import HookState, check_integer
-from collectives.ddp.hooks.support.uncompressed import average_exactly
+from collectives.ddp.hooks.adapter import average_exactly, comm_hook, completed, group_of, is_torch_bucket
+from collectives.ddp.hooks.state import HookState, check_integer
 from collectives.ddp.reducer.buckets import GradBucket
 from collectives.logs import Log
 
@@ -43,6 +42,8 @@ class PostLocalSGDState(HookState):
         ValueError: ``start_localSGD_iter`` is negative.
     """
 
+    _SETTINGS = (*HookState._SETTINGS, "start_localSGD_iter", "post_local_gradient_allreduce")
+
     def __init__(
         self,
         process_group: object,
@@ -55,14 +56,6 @@ class PostLocalSGDState(HookState):
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
-
-    def facts(self) -> dict[str, Any]:
-        """Returns what must be the same on all ranks."""
-        return {
-            **super().facts(),
-            "start_localSGD_iter": self.start_localSGD_iter,
-            "post_local_gradient_allreduce": self.post_local_gradient_allreduce,
-        }
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves: all but the groups."""

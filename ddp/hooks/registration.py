@@ -6,7 +6,7 @@ import enum
 from typing import Any, Protocol
 
 from collectives.ddp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from collectives.ddp.hooks.support.adapter import Hook
+from collectives.ddp.reducer.buckets import Hook
 
 __all__ = ["BuiltinCommHookType", "DDPCommHookType", "register_ddp_comm_hook"]
 
@@ -38,21 +38,19 @@ class DDPCommHookType(enum.Enum):
     NOOP = "noop"
 
 
-_STATELESS: dict[DDPCommHookType, Hook] = {
-    DDPCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    DDPCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    DDPCommHookType.BF16_COMPRESS: default_hooks.bf16_compress_hook,
-    DDPCommHookType.QUANTIZE_PER_TENSOR: quantization_hooks.quantization_pertensor_hook,
-    DDPCommHookType.QUANTIZE_PER_CHANNEL: quantization_hooks.quantization_perchannel_hook,
-    DDPCommHookType.NOOP: debugging_hooks.noop_hook,
-}
-
-_POWER_SGD: dict[DDPCommHookType, tuple[Hook, int]] = {
+_HOOKS: dict[DDPCommHookType, tuple[Hook, int | None]] = {
+    DDPCommHookType.ALLREDUCE: (default_hooks.allreduce_hook, None),
+    DDPCommHookType.FP16_COMPRESS: (default_hooks.fp16_compress_hook, None),
+    DDPCommHookType.BF16_COMPRESS: (default_hooks.bf16_compress_hook, None),
+    DDPCommHookType.QUANTIZE_PER_TENSOR: (quantization_hooks.quantization_pertensor_hook, None),
+    DDPCommHookType.QUANTIZE_PER_CHANNEL: (quantization_hooks.quantization_perchannel_hook, None),
+    DDPCommHookType.NOOP: (debugging_hooks.noop_hook, None),
     DDPCommHookType.POWER_SGD: (powerSGD_hook.powerSGD_hook, 1),
     DDPCommHookType.POWER_SGD_RANK2: (powerSGD_hook.powerSGD_hook, 2),
     DDPCommHookType.BATCHED_POWER_SGD: (powerSGD_hook.batched_powerSGD_hook, 1),
     DDPCommHookType.BATCHED_POWER_SGD_RANK2: (powerSGD_hook.batched_powerSGD_hook, 2),
 }
+"""Each hook, and the rank of its PowerSGDState where it has one."""
 
 
 class _Registers(Protocol):
@@ -80,8 +78,7 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: _Registers, s
             f"comm_hook_type must be a DDPCommHookType, but is {comm_hook_type!r} of type "
             f"{type(comm_hook_type).__name__}; for a hook of your own call model.register_comm_hook"
         )
-    if comm_hook_type in _POWER_SGD:
-        hook, rank = _POWER_SGD[comm_hook_type]
-        model.register_comm_hook(powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=rank), hook)
-    else:
-        model.register_comm_hook(state, _STATELESS[comm_hook_type])
+    hook, rank = _HOOKS[comm_hook_type]
+    if rank is not None:
+        state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=rank)
+    model.register_comm_hook(state, hook)

@@ -7,20 +7,18 @@ sampled threshold is here, and the corrections of momentum are not: momentum is 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.futures import Future
 
-from collectives.ddp.hooks.support.adapter import comm_hook
-from collectives.ddp.hooks.support.codecs import LargestElements
-from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
+from collectives import ProcessGroup
+from collectives.ddp.hooks.adapter import comm_hook
+from collectives.ddp.hooks.compression import Codec, CompressingState, LargestElements, compress
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["TopKState", "top_k_hook"]
 
 
-class TopKState(EncodedState):
+class TopKState(CompressingState):
     """Settings and memory of :func:`top_k_hook`.
 
     Args:
@@ -34,6 +32,8 @@ class TopKState(EncodedState):
         ValueError: an argument is out of its range.
     """
 
+    _SETTINGS = (*CompressingState._SETTINGS, "ratio")
+
     def __init__(
         self,
         process_group: object = None,
@@ -44,11 +44,11 @@ class TopKState(EncodedState):
         super().__init__(process_group, start_iter, use_error_feedback=use_error_feedback)
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1, but is {ratio}")
-        self.ratio = ratio
+        self.ratio = float(ratio)
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what must be the same on all ranks."""
-        return {**super().facts(), "ratio": float(self.ratio)}
+    def codec(self, bucket: GradBucket, values: torch.Tensor, group: ProcessGroup) -> Codec:  # noqa: ARG002
+        """Returns what writes and reads the messages of a bucket."""
+        return LargestElements(self.ratio)
 
 
 @comm_hook
@@ -69,4 +69,4 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.
     """
-    return average_with_feedback(state, bucket, LargestElements(state.ratio))
+    return compress(state, bucket)

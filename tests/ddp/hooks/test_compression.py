@@ -13,6 +13,7 @@ from harness import run_ranks
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.adaptive_hook import LEVELS, AdaptiveState, adaptive_hook
+from collectives.ddp.hooks.compression import Affine, LargestElements, OfEach, Signs
 from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper
 from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState
@@ -20,7 +21,6 @@ from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from collectives.ddp.hooks.support.codecs import Affine, LargestElements, OfEach, Signs
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 
 SHAPES = {"m": (40, 30), "bias": (7,), "scale": (), "none": (0, 3)}

@@ -14,8 +14,14 @@ from torch import nn
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from collectives.ddp.hooks.support.powersgd import is_worth_compressing, matrix_shape, orthogonalize
+from collectives.ddp.hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    is_worth_compressing,
+    matrix_shape,
+    orthogonalize,
+    powerSGD_hook,
+)
 
 
 def gathered(group, tensor):

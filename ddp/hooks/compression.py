@@ -1,19 +1,38 @@
-"""Codecs: flat gradients as fewer bytes, and back.
+"""Compression of gradients: codecs, and the one hook that averages through any of them.
 
-A codec's message is a flat tensor of bytes whose length depends on the number of elements alone, so that the
-messages of all ranks can be gathered without telling lengths. Values travel in blocks, each with two float32
-numbers of its own in front of all codes.
+A codec turns flat gradients into a message, and back with a loss. The message is a flat tensor whose length
+depends on the number of elements alone, so that the messages of all ranks can be gathered without telling
+lengths. Values travel in blocks, each with two float32 numbers of its own in front of all codes. Messages of
+a codec that *adds up* are averaged instead.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.futures import Future
 
-__all__ = ["Affine", "Codec", "LargestElements", "OfEach", "Signs"]
+from collectives import ProcessGroup
+from collectives.ddp.hooks.adapter import after, average_exactly, dense_buffer
+from collectives.ddp.hooks.state import FeedbackState, check_integer, working_dtype
+from collectives.ddp.reducer.averaging import average
+from collectives.ddp.reducer.buckets import GradBucket
+
+__all__ = [
+    "Affine",
+    "Cast",
+    "Codec",
+    "CompressingState",
+    "LargestElements",
+    "OfEach",
+    "Signs",
+    "average_encoded",
+    "compress",
+]
 
 _ALIGNMENT = 8
 """Messages are padded to a multiple of so many bytes, so that each gathered one can be read in words."""
@@ -23,7 +42,13 @@ _SAMPLE = 1 << 14
 
 
 class Codec(Protocol):
-    """Turns flat tensors into bytes and back, with a loss."""
+    """Turns flat tensors into messages and back, with a loss.
+
+    Attributes:
+        adds_up: whether messages may be averaged.
+    """
+
+    adds_up: bool
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the message.
@@ -36,6 +61,27 @@ class Codec(Protocol):
         """Adds what a message holds, times ``weight``, to ``values``, in place."""
 
 
+class Cast:
+    """Each element in another data type.
+
+    Args:
+        dtype: that data type; ``None`` for its own.
+    """
+
+    adds_up = True
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the elements, which may share their memory."""
+        return values.to(self.dtype or values.dtype)
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds the elements."""
+        values.add_(message, alpha=weight)
+
+
 class Affine:
     """Each element as a whole number of few bits, between the least and the greatest value of its block.
 
@@ -46,6 +92,8 @@ class Affine:
         bits: 8 or 4.
         block: elements of a block; ``None`` for one block of all.
     """
+
+    adds_up = False
 
     def __init__(self, bits: int = 8, block: int | None = None) -> None:
         self.bits = bits
@@ -85,6 +133,8 @@ class Signs:
     Args:
         block: elements of a block, a multiple of 8.
     """
+
+    adds_up = False
 
     def __init__(self, block: int = 1024) -> None:
         self.block = block
@@ -128,6 +178,8 @@ class OfEach:
         sizes: their numbers of elements.
     """
 
+    adds_up = False
+
     def __init__(self, codec: Signs, sizes: Sequence[int]) -> None:
         self.codec = codec
         self.sizes = [size for size in sizes if size]
@@ -157,6 +209,8 @@ class LargestElements:
     Args:
         ratio: part of the elements that is sent, above 0 and at most 1; at least one is.
     """
+
+    adds_up = False
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
@@ -242,3 +296,101 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     every = torch.arange(256, device=codes.device)
     table = (every.unsqueeze(1) >> torch.arange(8, device=codes.device)).bitwise_and_(1).bool()
     return table.index_select(0, codes.int()).view(-1)
+
+
+# ---- the hook ----------------------------------------------------------------------------------------------
+
+
+class CompressingState(FeedbackState):
+    """State of a hook that averages through a codec, with error feedback.
+
+    Args:
+        process_group: the ranks.
+        start_iter: number of iterations that average exactly before, 0 or more.
+        use_error_feedback: whether errors are kept.
+
+    Raises:
+        TypeError: ``start_iter`` is no integer.
+        ValueError: ``start_iter`` is negative.
+    """
+
+    _SETTINGS = (*FeedbackState._SETTINGS, "start_iter")
+
+    def __init__(self, process_group: object, start_iter: int, *, use_error_feedback: bool) -> None:
+        super().__init__(process_group, use_error_feedback=use_error_feedback)
+        check_integer("start_iter", start_iter, 0)
+        self.start_iter = start_iter
+
+    @abstractmethod
+    def codec(self, bucket: GradBucket, values: torch.Tensor, group: ProcessGroup) -> Codec:
+        """Returns what writes and reads the messages of a bucket; the same on all ranks.
+
+        Args:
+            bucket: the bucket.
+            values: its gradients with the error added; not changed.
+            group: the ranks; all call it for the same buckets.
+        """
+
+
+@torch.no_grad()
+def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Averages a bucket through the codec of a state; exactly during the first iterations.
+
+    The error of the last iteration is added. What the message leaves out is kept for the next one; nothing
+    where that is not finite. That is so of values that are not, and of those that were sent as infinite
+    because their message, or a sum on the way there, has less range.
+
+    Args:
+        state: the hook's state; counts the iteration.
+        bucket: the bucket.
+    """
+    buffer = dense_buffer(bucket)
+    group = state.join(bucket)
+    if state.iter < state.start_iter or not buffer.numel():
+        state.maybe_increase_iter(bucket)
+        return average_exactly(group, bucket)
+    values = buffer.to(working_dtype(buffer.dtype), copy=True)
+    error = state.errors.of(state.keys.of(bucket), bucket) if state.use_error_feedback else None
+    if error is not None:
+        values.add_(error)
+    codec = state.codec(bucket, values, group)
+    state.maybe_increase_iter(bucket)
+    message = codec.encode(values)
+    if error is not None:
+        codec.add_to(error.copy_(values), message, -1.0)
+        if not torch.isfinite(error.sum()):
+            error.zero_()
+    return average_encoded(group, bucket, codec, message)
+
+
+def average_encoded(
+    group: ProcessGroup, bucket: GradBucket, codec: Codec, message: torch.Tensor
+) -> Future[torch.Tensor]:
+    """Averages the ranks' messages into the bucket, in rank order, so that all ranks get the same bits.
+
+    Sends the message once to each other rank, where messages do not add up; ``size`` messages are kept until
+    they are decoded. Does not block.
+
+    Args:
+        group: the ranks.
+        bucket: the bucket; at least one element.
+        codec: what wrote the messages of all ranks.
+        message: this rank's.
+    """
+    everyone = message if codec.adds_up else message.new_empty(group.size() * message.numel())
+    work = average(group, message) if codec.adds_up else group.all_gather_single(everyone, message)
+    buffer, result = dense_buffer(bucket), bucket.buffer()
+
+    @torch.no_grad()
+    def decode(done: Future[Any]) -> torch.Tensor:
+        done.value()
+        if codec.adds_up:
+            buffer.copy_(message)
+            return result
+        total = torch.zeros_like(buffer, dtype=working_dtype(buffer.dtype))
+        for one in everyone.view(group.size(), -1):
+            codec.add_to(total, one, 1 / group.size())
+        buffer.copy_(total)
+        return result
+
+    return after(bucket, work.get_future(), decode)

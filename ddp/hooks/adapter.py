@@ -17,12 +17,20 @@ from torch.futures import Future
 from collectives import ProcessGroup
 from collectives.core.work import chain
 from collectives.ddp.default_group import resolve_group
+from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.buckets import GradBucket
 
-__all__ = ["Hook", "after", "comm_hook", "completed", "dense_buffer", "group_of", "is_torch_bucket"]
-
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-"""A communication hook: takes its state and a full bucket, returns a future of the averaged flat tensor."""
+__all__ = [
+    "after",
+    "average_exactly",
+    "comm_hook",
+    "completed",
+    "dense_buffer",
+    "group_of",
+    "is_torch_bucket",
+    "pending",
+    "widths",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -103,3 +111,19 @@ def pending(like: torch.Tensor) -> Future[torch.Tensor]:
     """Returns an empty future for a tensor on the device of ``like``."""
     devices: Sequence[torch.device] = [like.device] if like.is_cuda else []
     return Future(devices=list(devices))
+
+
+def average_exactly(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Averages a bucket in place; bitwise the same as without a hook. Does not block.
+
+    Args:
+        group: the ranks.
+        bucket: the bucket.
+    """
+    buffer = bucket.buffer()
+
+    def averaged(done: Future[Any]) -> torch.Tensor:
+        done.value()
+        return buffer
+
+    return after(bucket, average(group, buffer).get_future(), averaged)
