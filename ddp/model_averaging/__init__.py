@@ -7,8 +7,11 @@ optimizer that calls one (:mod:`collectives.ddp.optim`), and averages of gradien
 
 from __future__ import annotations
 
-from collectives.ddp.model_averaging.averagers import ModelAverager, PeriodicModelAverager
-from collectives.ddp.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from collectives.ddp.model_averaging.averagers import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+)
 from collectives.ddp.model_averaging.utils import (
     average_parameters,
     average_parameters_or_parameter_groups,

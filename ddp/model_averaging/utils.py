@@ -13,7 +13,7 @@ from collectives.ddp.agreement import describe_model, verify_agreement
 from collectives.ddp.broadcast import write_changes
 from collectives.ddp.default_group import is_outside, resolve_group
 from collectives.ddp.errors import ModelMismatchError
-from collectives.ddp.reducer.averaging import Averager
+from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.buckets import layout
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
@@ -62,7 +62,6 @@ def _average(
             f"{error}\nOnly parameters that have a gradient are averaged where the optimizer does it; give "
             "those that are not used on all ranks one of zeros, or call average_parameters() with all"
         ) from None
-    averager = Averager(group)
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in chosen.values():
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.detach())
@@ -71,8 +70,7 @@ def _average(
         flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=device)
         views = layout(tensors, flat)
         torch._foreach_copy_(views, tensors)
-        wire = torch.view_as_real(flat) if dtype.is_complex else flat
-        moving.append((averager.start([wire]), tensors, views))
+        moving.append((average(group, flat), tensors, views))
     for work, tensors, views in moving:
         work.wait()
         write_changes(tensors, views)
