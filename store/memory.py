@@ -1,53 +1,46 @@
-"""A store within one process."""
+"""Values and queues in the memory of a process: what they mean for any store that keeps them so, and one."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import NoReturn, TypeVar
 
 from collectives.store.base import Store
 
-__all__ = ["HashStore"]
+__all__ = ["Change", "Content", "ContentStore", "HashStore"]
+
+_T = TypeVar("_T")
 
 
-class _Waiter:
-    """One waiting call: what it waits for, and how it is woken."""
+class Change(IntEnum):
+    """What happens to a key; the numbers are those of the file format."""
 
-    def __init__(self, keys: list[str], barrier: int | None = None) -> None:
-        self.keys = keys
-        self.barrier = barrier  # members of the barrier `keys[0]`; None for a plain wait
-        self.woken = threading.Event()
+    SET = 1
+    APPEND = 2
+    REMOVE = 3
+    PUSH = 4
+    POP = 5
 
 
-class _Data:
-    """What a store and its clones share. Everything is touched under the lock only."""
+class Content:
+    """The values and queues of a store."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[bytes]] = {}  # never holds an empty queue
-        self.waiters: list[_Waiter] = []  # the longest waiting first
 
     def there(self, key: str) -> bool:
+        """Tells whether a key has a value, or a queue something in it."""
         return key in self.values or key in self.queues
 
-    def appeared(self, key: str) -> None:
-        """Wakes all waits that a key was the last missing one of."""
-        for waiter in self.waiters.copy():
-            if waiter.barrier is None and key in waiter.keys and all(map(self.there, waiter.keys)):
-                self.wake(waiter)
-
-    def pushed(self, key: str) -> None:
-        """Wakes the first wait that a queue was the last missing key of."""
-        for waiter in self.waiters:
-            if waiter.barrier is None and key in waiter.keys and all(map(self.there, waiter.keys)):
-                self.wake(waiter)
-                return
-
-    def wake(self, waiter: _Waiter) -> None:
-        self.waiters.remove(waiter)
-        waiter.woken.set()
+    def all_there(self, keys: list[str]) -> bool:
+        """Tells whether all keys are there."""
+        return all(map(self.there, keys))
 
     def count(self, key: str) -> int | None:
         """Returns the counter under a key; ``None`` if the key holds something else."""
@@ -56,96 +49,247 @@ class _Data:
         except ValueError:
             return None
 
+    def apply(self, change: Change, key: str, value: bytes) -> None:
+        """Changes a key."""
+        if change is Change.SET:
+            self.values[key] = value
+        elif change is Change.APPEND:
+            self.values[key] = self.values.get(key, b"") + value
+        elif change is Change.REMOVE:
+            self.values.pop(key, None)
+        elif change is Change.PUSH:
+            self.queues.setdefault(key, deque()).append(value)
+        elif key in self.queues:  # POP
+            self.queues[key].popleft()
+            if not self.queues[key]:
+                del self.queues[key]
 
-class HashStore(Store):
+
+class ContentStore(Store):
+    """A store whose content each call sees and changes as a whole.
+
+    Derived classes say how a call gets hold of it, how it changes, and how one waits for changes of others.
+    """
+
+    def _holding(self, *, exclusive: bool, limit: float | None = None) -> AbstractContextManager[Content]:
+        """Holds the content up to date, which nobody else changes meanwhile.
+
+        Args:
+            exclusive: whether the caller changes it.
+            limit: seconds to wait for others who hold it; ``None`` for the store's time limit.
+        """
+        raise NotImplementedError
+
+    def _change(self, *changes: tuple[Change, str, bytes]) -> None:
+        """Changes the content, all or nothing; the caller holds it exclusively."""
+        raise NotImplementedError
+
+    def _ask_until(
+        self, ask: Callable[[Content], _T | None], keys: list[str], limit: float, *, exclusive: bool = False
+    ) -> _T | None:
+        """Asks the content, whenever one of the keys has changed, until there is an answer or time is up."""
+        raise NotImplementedError
+
+    def _content(self) -> Content:
+        """Returns the content as of the last look."""
+        raise NotImplementedError
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._holding(exclusive=True):
+            self._change((Change.SET, key, value))
+
+    def _append(self, key: str, value: bytes) -> None:
+        with self._holding(exclusive=True):
+            self._change((Change.APPEND, key, value))
+
+    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
+        with self._holding(exclusive=True):
+            self._change(*((Change.SET, key, value) for key, value in pairs))
+
+    def _add(self, key: str, amount: int, limit: float | None = None) -> int:
+        with self._holding(exclusive=True, limit=limit) as content:
+            before = content.count(key)
+            if before is None or not -(2**63) <= before + amount < 2**63:
+                self._raise_not_a_counter(key, amount, content.values[key])
+            if amount or key not in content.values:  # reading a counter changes nothing
+                self._change((Change.SET, key, str(before + amount).encode()))
+            return before + amount
+
+    def _check(self, keys: list[str]) -> bool:
+        with self._holding(exclusive=False) as content:
+            return content.all_there(keys)
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._holding(exclusive=True) as content:
+            current = content.values.get(key)
+            if current is None and expected:
+                return expected
+            if current is None or current == expected:
+                self._change((Change.SET, key, desired))
+                return desired
+            return current
+
+    def _delete_key(self, key: str) -> bool:
+        with self._holding(exclusive=True) as content:
+            there = key in content.values
+            self._change((Change.REMOVE, key, b""))
+            return there
+
+    def _num_keys(self) -> int:
+        with self._holding(exclusive=False) as content:
+            return len(content.values)
+
+    def _list_keys(self) -> list[str]:
+        with self._holding(exclusive=False) as content:
+            return list(content.values)
+
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+        def values(content: Content) -> list[bytes] | None:
+            return [content.values.get(key, b"") for key in keys] if content.all_there(keys) else None
+
+        found = self._ask_until(values, keys, limit)
+        return self._raise_missing("get", keys, limit) if found is None else found
+
+    def _wait(self, keys: list[str], limit: float) -> None:
+        if not self._ask_until(lambda content: content.all_there(keys) or None, keys, limit):
+            self._raise_missing("wait", keys, limit)
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        with self._holding(exclusive=True):
+            self._change((Change.PUSH, key, value))
+
+    def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        def pop(content: Content) -> bytes | None:
+            if key not in content.queues:
+                return None
+            value = content.queues[key][0]
+            self._change((Change.POP, key, b""))
+            return value
+
+        value = self._ask_until(pop, [key], limit or 0.0, exclusive=True)
+        if value is not None:
+            return value
+        return (
+            self._raise_queue_empty(key) if limit is None else self._raise_missing("queue_pop", [key], limit)
+        )
+
+    def _queue_len(self, key: str) -> int:
+        with self._holding(exclusive=False) as content:
+            return len(content.queues.get(key, ()))
+
+    def _barrier(self, key: str, world_size: int, limit: float) -> None:
+        end = time.monotonic() + limit
+        if self._add(key, 1, limit) >= world_size:
+            return
+
+        def complete(content: Content) -> bool | None:
+            return (content.count(key) or 0) >= world_size or None
+
+        gives_up = True
+        try:
+            gives_up = self._ask_until(complete, [key], end - time.monotonic()) is None
+        finally:
+            if gives_up:
+                count = self._withdraw(key, world_size)
+        if gives_up and count < world_size:
+            self._raise_barrier_timeout(key, count, world_size, limit)
+
+    def _withdraw(self, key: str, world_size: int) -> int:
+        """Counts this caller out of a barrier unless it has just become complete.
+
+        Returns:
+            The count before.
+        """
+        with self._holding(exclusive=True, limit=0.0) as content:
+            count = content.count(key) or 0
+            if 1 < count < world_size:
+                self._change((Change.SET, key, str(count - 1).encode()))
+            elif count == 1:
+                self._change((Change.REMOVE, key, b""))
+            return count
+
+    def _raise_missing(self, operation: str, keys: list[str], limit: float) -> NoReturn:
+        missing = [key for key in keys if not self._content().there(key)]
+        self._raise_timeout(operation, missing or keys, limit)
+
+
+class _Waiter:
+    """One waiting call: what it waits for, and how it is woken."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+        self.woken = threading.Event()
+
+
+class _Shared:
+    """What a store and its clones share: the content, touched under the lock only, and who waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.content = Content()
+        self.waiters: list[_Waiter] = []  # the longest waiting first
+
+    def __enter__(self) -> Content:
+        self.lock.acquire()
+        return self.content
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def wake(self, key: str, most: int | None = None) -> None:
+        """Wakes waits that a key was the last missing one of: all, or the first."""
+        ready = [one for one in self.waiters if key in one.keys and self.content.all_there(one.keys)]
+        for waiter in ready[:most]:
+            self.waiters.remove(waiter)
+            waiter.woken.set()
+
+
+class HashStore(ContentStore):
     """A store in the memory of this process, shared by its threads; other processes cannot reach it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._data = _Data()
+        self._shared = _Shared()
 
     def _clone(self) -> HashStore:
         copy = HashStore()
         copy.set_timeout(self.timeout)
-        copy._data = self._data
+        copy._shared = self._shared
         return copy
 
     def __repr__(self) -> str:
-        return f"HashStore({len(self._data.values)} keys)"
+        return f"HashStore({len(self._content().values)} keys)"
 
-    def _set(self, key: str, value: bytes) -> None:
-        with self._data.lock:
-            self._data.values[key] = value
-            self._data.appeared(key)
+    def _content(self) -> Content:
+        return self._shared.content
 
-    def _add(self, key: str, amount: int) -> int:
-        with self._data.lock:
-            before = self._data.count(key)
-            if before is None or not -(2**63) <= before + amount < 2**63:
-                self._raise_not_a_counter(key, amount, self._data.values[key])
-            self._data.values[key] = str(before + amount).encode()
-            self._data.appeared(key)
-            return before + amount
+    def _holding(self, *, exclusive: bool, limit: float | None = None) -> _Shared:  # noqa: ARG002
+        return self._shared
 
-    def _append(self, key: str, value: bytes) -> None:
-        with self._data.lock:
-            self._data.values[key] = self._data.values.get(key, b"") + value
-            self._data.appeared(key)
+    def _change(self, *changes: tuple[Change, str, bytes]) -> None:
+        for change, key, value in changes:
+            self._shared.content.apply(change, key, value)
+            if change in {Change.SET, Change.APPEND, Change.PUSH}:
+                self._shared.wake(key, 1 if change is Change.PUSH else None)
 
-    def _check(self, keys: list[str]) -> bool:
-        with self._data.lock:
-            return all(map(self._data.there, keys))
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        with self._data.lock:
-            current = self._data.values.get(key)
-            if current is None and expected:
-                return expected
-            if current is None or current == expected:
-                self._data.values[key] = current = desired
-                self._data.appeared(key)
-            return current
-
-    def _delete_key(self, key: str) -> bool:
-        with self._data.lock:
-            return self._data.values.pop(key, None) is not None
-
-    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+    def _ask_until(
+        self,
+        ask: Callable[[Content], _T | None],
+        keys: list[str],
+        limit: float,
+        *,
+        exclusive: bool = False,  # noqa: ARG002
+    ) -> _T | None:
         deadline = time.monotonic() + limit
         while True:
-            self._wait_until("get", keys, deadline, limit)
-            with self._data.lock:
-                # One may have been deleted again since.
-                if all(map(self._data.there, keys)):
-                    return [self._data.values.get(key, b"") for key in keys]
-
-    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
-        with self._data.lock:
-            for key, value in pairs:
-                self._data.values[key] = value
-                self._data.appeared(key)
-
-    def _num_keys(self) -> int:
-        with self._data.lock:
-            return len(self._data.values)
-
-    def _list_keys(self) -> list[str]:
-        with self._data.lock:
-            return list(self._data.values)
-
-    def _wait(self, keys: list[str], limit: float) -> None:
-        self._wait_until("wait", keys, time.monotonic() + limit, limit)
-
-    def _wait_until(self, operation: str, keys: list[str], deadline: float, limit: float) -> None:
-        with self._data.lock:
-            if all(map(self._data.there, keys)):
-                return
-            waiter = _Waiter(keys)
-            self._data.waiters.append(waiter)
-        if not self._sleep(waiter, deadline):
-            with self._data.lock:
-                missing = [key for key in keys if not self._data.there(key)]
-            self._raise_timeout(operation, missing or keys, limit)
+            with self._shared as content:
+                answer = ask(content)
+                if answer is not None:
+                    return answer
+                waiter = _Waiter(keys)
+                self._shared.waiters.append(waiter)
+            if not self._sleep(waiter, deadline):
+                return None
 
     def _sleep(self, waiter: _Waiter, deadline: float) -> bool:
         """Waits to be woken; tells whether it was. The waiter is off the list afterwards."""
@@ -153,73 +297,15 @@ class HashStore(Store):
             # Event.wait takes no more than threading.TIMEOUT_MAX.
             waiter.woken.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except BaseException:
-            with self._data.lock:
-                if waiter in self._data.waiters:
-                    self._data.waiters.remove(waiter)
+            with self._shared as content:
+                if waiter in self._shared.waiters:
+                    self._shared.waiters.remove(waiter)
                 else:  # woken just now: the value that this thread will not take is for another
-                    for key in waiter.keys:
-                        if key in self._data.queues:
-                            self._data.pushed(key)
+                    for key in content.queues.keys() & waiter.keys:
+                        self._shared.wake(key, 1)
             raise
-        with self._data.lock:
-            if waiter in self._data.waiters:
-                self._data.waiters.remove(waiter)
+        with self._shared:
+            if waiter in self._shared.waiters:
+                self._shared.waiters.remove(waiter)
                 return False
             return True
-
-    def _queue_push(self, key: str, value: bytes) -> None:
-        with self._data.lock:
-            self._data.queues.setdefault(key, deque()).append(value)
-            self._data.pushed(key)
-
-    def _queue_pop(self, key: str, limit: float | None) -> bytes:
-        deadline = time.monotonic() + (limit or 0.0)
-        while True:
-            with self._data.lock:
-                queue = self._data.queues.get(key)
-                if queue is not None:
-                    value = queue.popleft()
-                    if not queue:
-                        del self._data.queues[key]
-                    return value
-                if limit is None:
-                    self._raise_queue_empty(key)
-                waiter = _Waiter([key])
-                self._data.waiters.append(waiter)
-            if not self._sleep(waiter, deadline):
-                self._raise_timeout("queue_pop", [key], limit)
-
-    def _queue_len(self, key: str) -> int:
-        with self._data.lock:
-            return len(self._data.queues.get(key, ()))
-
-    def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        data = self._data
-        deadline = time.monotonic() + limit
-        with data.lock:
-            before = data.count(key)
-            if before is None:
-                self._raise_not_a_counter(key, 1, data.values[key])
-            data.values[key] = str(before + 1).encode()
-            data.appeared(key)
-            if before + 1 >= world_size:
-                for waiter in data.waiters.copy():
-                    if waiter.barrier is not None and waiter.keys == [key]:
-                        data.wake(waiter)
-                return
-            waiter = _Waiter([key], world_size)
-            data.waiters.append(waiter)
-        woken = False
-        arrived = before + 1
-        try:
-            woken = self._sleep(waiter, deadline)
-        finally:
-            if not woken:
-                with data.lock:
-                    arrived = data.count(key) or 1
-                    if arrived > 1:
-                        data.values[key] = str(arrived - 1).encode()
-                    else:
-                        data.values.pop(key, None)
-        if not woken:
-            self._raise_barrier_timeout(key, arrived, world_size, limit)

@@ -1,4 +1,4 @@
-"""Records that ranks publish in a store as JSON, checked before they are used.
+"""Records that ranks publish in a store as JSON, errors among them, checked before they are used.
 
 Whoever reaches the store can write to it, and move what ranks have written; another program may use the same
 keys. So where the job has a secret, every record is followed by a newline and a proof, HMAC-SHA-256 over the
@@ -15,20 +15,33 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from collectives.errors import DistStoreError
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from collectives.secret import SECRET, derived_key
 
 __all__ = [
+    "Announcements",
     "Checked",
     "as_bytes",
     "as_text",
     "demand",
+    "error_of",
     "fetch",
     "fetch_all",
     "fields",
+    "next_key",
     "publish",
     "publish_all",
     "read",
+    "record_of",
     "written",
 ]
 
@@ -83,7 +96,7 @@ def fetch_all(store: Any, keys: list[str], check: Callable[[Any], _T]) -> list[_
         keys: of the records.
         check: of each, see :func:`read`.
     """
-    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    values = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
     return [read(store, key, value, check) for key, value in zip(keys, values, strict=True)]
 
 
@@ -160,3 +173,120 @@ def demand(true: bool, found: str) -> None:
     """Refuses a record that has something else than ranks publish."""
     if not true:
         raise ValueError(f"it has {found}")
+
+
+_KINDS: dict[str, type[DistError]] = {
+    kind.__name__: kind
+    for kind in (
+        PeerLostError,
+        CollectiveTimeoutError,
+        CollectiveMismatchError,
+        GroupAbortedError,
+        DistBackendError,
+        DistNetworkError,
+        DistStoreError,
+        DistError,
+    )
+}
+"""The errors by name, the special ones first."""
+
+
+def record_of(error: DistError) -> dict[str, Any]:
+    """Returns an error as it is published."""
+    kind = next(name for name, one in _KINDS.items() if isinstance(error, one))
+    cause = None if error.cause is None else record_of(error.cause)
+    return {"kind": kind, "text": str(error), "cause": cause, **error.details()}
+
+
+def error_of(record: Any) -> DistError:
+    """Returns the error that a rank has published.
+
+    Args:
+        record: what was published, without its JSON; checked here.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    found = fields(record, kind=str, text=str, rank=int, missing_ranks=list, operation=str, sequence=int)
+    kind, text = found.pop("kind"), found.pop("text")
+    demand(kind in _KINDS, f"an error of the class {kind!r}")
+    # As numbers that the C++ core has room for.
+    ranks = [found["rank"], *found["missing_ranks"]]
+    demand(all(type(rank) is int and -1 <= rank < 2**31 for rank in ranks), f"the ranks {ranks}")
+    demand(-1 <= found["sequence"] < 2**63, f"the sequence number {found['sequence']}")
+    cause = record.get("cause")
+    return _KINDS[kind](text, **found, cause=None if cause is None else error_of(cause))
+
+
+def next_key(store: Any, name: str) -> str:
+    """Returns the key for a new record under a name; whoever takes it sets it at once.
+
+    Args:
+        store: the store.
+        name: the counter's key.
+    """
+    return f"{name}/{int(store.add(name, 1))}"
+
+
+class Announcements:
+    """Records under the numbers of a counter, for the one process that reads them as they come.
+
+    What it asks does not grow with their number, as long as every number's record is there.
+
+    Args:
+        store: the store.
+        name: the counter's key.
+        most: how many there can be; whoever reaches the store may count on.
+        after: the last number that is known already.
+
+    Attributes:
+        counted: the last number that was given to a record.
+        late: numbers whose records have not come yet; each comes a moment later, unless its process has died.
+    """
+
+    def __init__(self, store: Any, name: str, most: int, after: int = 0) -> None:
+        self._store = store
+        self._name = name
+        self._most = most
+        self._after = after
+        self.counted = after
+        self.late: list[int] = []
+
+    def key(self, number: int) -> str:
+        """Returns the key of a record."""
+        return f"{self._name}/{number}"
+
+    def new(self, check: Callable[[Any], _T]) -> dict[int, _T]:
+        """Returns the records that came since the last call by their numbers, checked; does not wait.
+
+        Args:
+            check: of each record.
+
+        Raises:
+            DistStoreError: there are more than there can be, or one is not as it has to be.
+        """
+        self.count()
+        store, here = self._store, self.late
+        if here and not store.check([self.key(number) for number in here]):
+            here = [number for number in here if store.check([self.key(number)])]
+        if not here:
+            return {}
+        found = fetch_all(store, [self.key(number) for number in here], check)
+        self.late = [number for number in self.late if number not in here]
+        return dict(zip(here, found, strict=True))
+
+    def count(self) -> None:
+        """Counts what has been announced, without reading it.
+
+        Raises:
+            DistStoreError: there is more than there can be.
+        """
+        store, known = self._store, self.counted
+        counted = int(store.add(self._name, 0))
+        if not known <= counted <= self._after + self._most:
+            raise DistStoreError(
+                f"key {self._name!r} of the store counts {counted} announcements after {known}, of at "
+                f"most {self._after + self._most}; something else than these ranks writes to this store"
+            )
+        self.counted = counted
+        self.late += range(known + 1, counted + 1)

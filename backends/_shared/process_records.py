@@ -15,9 +15,8 @@ from typing import Any
 
 from collectives.backends._shared.exit_reasons import Departure
 from collectives.errors import DistBackendError, DistError, DistStoreError, PeerLostError
-from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
-from collectives.store.records import demand, fetch, publish, read
+from collectives.store.records import demand, error_of, fetch, publish, read, record_of
 from collectives.store.waiting import delete_keys
 from collectives.threads import start_thread
 

@@ -139,8 +139,9 @@ class ProcessGroupGloo(ProcessGroup):
         chosen = gloo_options(options)
         self._threads: int = chosen._threads
         self._contexts = max(1, len(chosen._devices))
-        self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
-        self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
+        liveness = self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
+        lost_ranks = partial(liveness.lost_ranks, None)
+        self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where(), lost_ranks))
         self._delete_keys = partial(delete_keys_of, store, self._size, self._contexts)
         self._liveness.read_records()
         self._operations = Operations(self.flight_record)

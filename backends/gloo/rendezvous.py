@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as torch_distributed
 
 from collectives.backends.gloo.options import connects_on_demand
-from collectives.errors import DistBackendError
+from collectives.errors import DistBackendError, DistError
 from collectives.registry.backends import GroupOptions
+from collectives.store.joining.agreement import exchange, give_up
 from collectives.store.prefix import PrefixStore
-from collectives.store.records import as_bytes, as_text, fetch_all, publish, read, written
+from collectives.store.records import as_bytes, as_text, read, written
 from collectives.store.waiting import delete_keys
 
 __all__ = ["connect", "delete_keys_of"]
@@ -43,115 +46,80 @@ class _ProvedStore(PrefixStore):
         return _ProvedStore(self._prefix, self._store.clone(), self.scope.removesuffix("/"))
 
 
-def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any:
+def connect(
+    options: GroupOptions, chosen: Any, devices: int, where: str, lost_ranks: Callable[[], Collection[int]]
+) -> Any:
     """Returns torch's group; called by all its ranks, blocks until all of them are connected.
-
-    Args:
-        options: what the group is made of.
-        chosen: torch's options.
-        devices: number of devices of this rank.
-        where: rank and group, to stand in front of a message.
-
-    Raises:
-        DistBackendError: the ranks could not be connected, or differ in the number of devices.
-    """
-    store = _ProvedStore("gloo", options.store)
-    try:
-        _agree_on_devices(options, devices)
-        if connects_on_demand():
-            return torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
-        return _connect_together(options, store, chosen)
-    except DistBackendError:
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        raise DistBackendError(
-            f"{where} the ranks could not be connected by Gloo: {error}; look whether all "
-            f"{options.size} ranks run, whether the store is not one of an earlier run, and whether "
-            "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
-        ) from error
-
-
-def delete_keys_of(store: Any, size: int, contexts: int) -> None:
-    """Deletes what the ranks of a group have told each other to connect, where the store can delete.
-
-    Args:
-        store: the store that they connected by.
-        size: number of ranks.
-        contexts: number of Gloo's contexts.
-    """
-    kinds = ["devices", "connected", *(f"gloo/{context}" for context in range(contexts))]
-    delete_keys(store, [f"{kind}/{rank}" for kind in kinds for rank in range(size)])
-
-
-def _connect_together(options: GroupOptions, store: Any, chosen: Any) -> Any:
-    """Returns torch's group when it is made on all ranks.
 
     Gloo's call returns when this rank is connected. Were it to leave then, ranks that still connect to each
     other would find its connection closed and fail.
 
     Args:
         options: what the group is made of.
-        store: where Gloo exchanges addresses.
         chosen: torch's options.
+        devices: number of devices of this rank.
+        where: rank and group, to stand in front of a message.
+        lost_ranks: which ranks are known to have died; asked again and again.
 
     Raises:
-        RuntimeError: this rank could not connect, or another one could not or did not come.
+        DistBackendError: the ranks could not be connected, or differ in the number of devices.
     """
+    rank, size = options.rank, options.size
+
+    def failed(what: object) -> str:
+        return (
+            f"the ranks could not be connected by Gloo: {what}; look whether all {size} ranks run, whether "
+            "the store is not one of an earlier run, and whether COLLECTIVES_SOCKET_IFNAME names an "
+            "interface that they share"
+        )
+
+    meet = partial(
+        exchange,
+        options.store,
+        rank=rank,
+        ranks=range(size),
+        limit=options.timeout,
+        where=where,
+        lost_ranks=lost_ranks,
+    )
+    on_demand = connects_on_demand()
     try:
-        made = torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
-    except RuntimeError as error:
-        _publish(options, "connected", f"failed with: {error}")
+        mine = f"{devices}{' on demand' if on_demand else ''}"
+        meet("devices", record=mine, check=as_text, combine=_check_devices)
+        try:
+            made = torch_distributed.ProcessGroupGloo(_ProvedStore("gloo", options.store), rank, size, chosen)
+        except (RuntimeError, TimeoutError) as error:
+            give_up(options.store, "connected", DistBackendError(failed(f"rank {rank} failed with: {error}")))
+            raise
+        if not on_demand:
+            meet("connected")
+    except DistBackendError:
         raise
-    for rank, said in enumerate(_exchange(options, "connected", "yes")):
-        if said != "yes":
-            raise RuntimeError(f"rank {rank} {said}")
+    except (RuntimeError, TimeoutError) as error:
+        details = error.details() if isinstance(error, DistError) else {}
+        text = failed(str(error).removeprefix(f"{where} "))
+        raise DistBackendError(f"{where} {text}", **details) from error
     return made
 
 
-def _exchange(options: GroupOptions, subject: str, value: str) -> list[str]:
-    """Returns what every rank has to say on a subject; called by all of them, and waits for them.
+def delete_keys_of(store: Any, size: int, contexts: int) -> None:
+    """Deletes the addresses that the ranks of a group have told each other, where the store can delete.
 
     Args:
-        options: what the group is made of.
-        subject: prefix of the keys.
-        value: what this rank says.
-
-    Raises:
-        RuntimeError: a rank did not come.
+        store: the store that they connected by.
+        size: number of ranks.
+        contexts: number of Gloo's contexts.
     """
-    _publish(options, subject, value)
-    keys = [f"{subject}/{rank}" for rank in range(options.size)]
-    store: Any = options.store
-    store.wait(keys, options.timeout)
-    return fetch_all(store, keys, as_text)
+    delete_keys(store, [f"gloo/{context}/{rank}" for context in range(contexts) for rank in range(size)])
 
 
-def _publish(options: GroupOptions, subject: str, value: str) -> None:
-    """Says something on a subject, under this rank's number."""
-    publish(options.store, f"{subject}/{options.rank}", value)
-
-
-def _agree_on_devices(options: GroupOptions, count: int) -> None:
-    """Raises on every rank where they would connect in different ways; called by all of them, and waits.
-
-    Gloo would wait for the connections that the others do not make.
-
-    Args:
-        options: what the group is made of.
-        count: number of devices of this rank.
-
-    Raises:
-        RuntimeError: a rank did not come.
-        DistBackendError: the ranks differ.
-    """
-    mine = f"{count}{' on demand' if connects_on_demand() else ''}"
-    published = _exchange(options, "devices", mine)
+def _check_devices(published: Sequence[str]) -> None:
+    """Raises where ranks would connect in different ways: Gloo would wait for what the others do not do."""
     for rank, other in enumerate(published):
         if other != published[0]:
             raise DistBackendError(
-                f"[rank {options.rank}] gloo group {options.group_name!r}: all ranks must use the same "
-                "number of network interfaces and connect at the same time, but rank 0 has "
-                f"{_in_words(published[0])}, and rank {rank} {_in_words(other)}; "
+                "all ranks must use the same number of network interfaces and connect at the same time, but "
+                f"rank 0 has {_in_words(published[0])}, and rank {rank} {_in_words(other)}; "
                 "set COLLECTIVES_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) to as many names, and "
                 "TORCH_GLOO_LAZY_INIT to the same value, on every rank"
             )

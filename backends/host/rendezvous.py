@@ -36,8 +36,7 @@ from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, random_key
 from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import listen, place
-from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
-from collectives.backends.host.rendezvous_keys import RendezvousKeys
+from collectives.backends.host.rendezvous_keys import READERS_S, RendezvousKeys, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.core.types import nanoseconds
 from collectives.errors import (
@@ -51,10 +50,9 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.secret import SECRET
-from collectives.store.error_records import error_of, record_of
 from collectives.store.own_user import own_user_only
 from collectives.store.process import system
-from collectives.store.records import Checked
+from collectives.store.records import Checked, error_of, record_of
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys
 

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.store.error_records import error_of
 from collectives.store.process import kernel_of
-from collectives.store.records import Checked, demand, fields
+from collectives.store.records import Checked, demand, error_of, fields
 
 __all__ = [
     "address",

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import zlib
+from functools import partial
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import blamed
@@ -17,7 +18,8 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends.mpi.libmpi import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
 from collectives.registry.backends import GroupOptions
-from collectives.store.records import Checked, demand, fetch_all, fields, publish
+from collectives.store.joining.agreement import exchange
+from collectives.store.records import Checked, demand, fields
 
 __all__ = ["make_communicators"]
 
@@ -43,7 +45,7 @@ def make_communicators(
     if options.size > world.Get_size():
         raise DistBackendError(f"{where} {job_size_error(world.Get_size(), options.size)}")
     end = time.monotonic() + options.timeout.total_seconds()
-    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where)
+    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where, liveness)
     first = zlib.crc32(options.group_name.encode()) % (_CREATION_TAGS // 2) * 2
 
     def create() -> tuple[Any, Any]:
@@ -87,7 +89,7 @@ def make_communicators(
         ) from error
 
 
-def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[int]:
+def _world_ranks(library: Library, options: GroupOptions, where: str, liveness: Liveness) -> list[int]:
     """Returns the members' ranks in MPI's world, by group rank."""
     world = library.mpi.COMM_WORLD
     mine = {
@@ -96,23 +98,20 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
         "library": library.version,
         "job": next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), ""),
     }
-    store = options.store
-    keys = [f"mpi/{rank}" for rank in range(options.size)]
-    publish(store, keys[options.rank], mine)
-    began = time.monotonic()
-    try:
-        store.wait(keys, options.timeout)
-    except Exception as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        raise CollectiveTimeoutError(
-            f"{where} {ranks_in_words(missing)} did not come to form the group within "
-            f"{time.monotonic() - began:.3g} s",
-            missing[0],
-            missing_ranks=missing,
-        ) from error
-    published = fetch_all(store, keys, _process)
+    published = exchange(
+        options.store,
+        "mpi",
+        options.rank,
+        range(options.size),
+        options.timeout,
+        where,
+        record=mine,
+        check=_process,
+        combine=list,
+        read=lambda answer: [_process(one) for one in answer],
+        late=CollectiveTimeoutError,
+        lost_ranks=partial(liveness.lost_ranks, None),
+    )
     for rank, other in enumerate(published):
         for what in ("library", "world", "job"):
             if other[what] != mine[what]:

@@ -541,7 +541,7 @@ class Engine:
         self._liveness.leave(self._delete_keys)
 
     def _delete_keys(self) -> None:
-        kinds = ("", "calls/", "waiting/")
+        kinds = ("calls/", "waiting/")
         delete_keys(self._store, [f"{kind}{rank}" for kind in kinds for rank in range(self._size)])
 
     def shutdown(self) -> bool:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
-from collectives.store.records import as_bytes, as_text, demand, fetch, publish
-from collectives.store.waiting import wait_for_keys
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, ranks_in_words
+from collectives.store.joining.agreement import exchange, give_up
+from collectives.store.records import as_bytes, as_text
 
 __all__ = ["Rendezvous"]
-
-_CHECK_SECONDS = 1.0
-
-_GAVE_UP = 1 << 32
-"""What a rank that gives up adds to the number of ranks that have come, which is smaller."""
 
 
 class Rendezvous:
@@ -33,7 +27,7 @@ class Rendezvous:
         store: the group's store.
         rank: this rank.
         where: rank and group, to stand in front of a message.
-        check_missing: the attribute; called every second of waiting with the other ranks.
+        check_missing: the attribute; called again and again with the other ranks while some are missing.
     """
 
     def __init__(
@@ -82,75 +76,59 @@ class Rendezvous:
         self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
     ) -> bytes | None:
         """Returns the value; ``None`` where others had given up while this rank refused to come."""
+        where = f"{self._where} {what}:"
+        others = [rank for rank in ranks if rank != self._rank]
+        value, own = "", False
         if self._rank == ranks[0]:
-            self._publish(key, what, make)
-        self._store.set(f"{key}/arrived/{self._rank}", b"1")
-        count = self._store.add(f"{key}/count", 1)
-        if count == len(ranks):
-            self._end(key, [])
-        else:
-            if count < _GAVE_UP:
-                self._wait(key, ranks, what, limit)
-            elif self._refused:
-                return None
-            if missing := fetch(self._store, f"{key}/end", _missing):
-                raise CollectiveTimeoutError(
-                    f"{self._where} {what}: {ranks_in_words(missing)} did not come within another rank's "
-                    "time limit; let all ranks call the operation again, or raise the limit for ranks that "
-                    "come late",
-                    missing[0],
-                    missing_ranks=missing,
-                )
-        made, why = fetch(self._store, f"{key}/value", _made)
-        if why:
-            raise DistBackendError(
-                f"{self._where} {what}: rank {ranks[0]} could not begin it: {why}", ranks[0]
-            )
-        return made
+            try:
+                value = make().hex()
+            except Exception as error:
+                why = str(error) or type(error).__name__
+                failed = DistBackendError(f"rank {self._rank} could not begin it: {why}", self._rank)
+                give_up(self._store, key, failed)
+                raise DistBackendError(f"{where} {error}") from error
 
-    def _publish(self, key: str, what: str, make: Callable[[], bytes]) -> None:
-        def tell(made: bytes, why: str) -> None:
-            publish(self._store, f"{key}/value", [made.hex(), why])
+        def late(missing: Sequence[int], died: bool) -> DistError:  # noqa: ARG001 - check_missing sees deaths
+            nonlocal own
+            own = True
+            return CollectiveTimeoutError(
+                f"{ranks_in_words(missing)} did not come within {limit.total_seconds():g} s; NCCL makes "
+                "connections in the first operation, in which all of them must take part",
+                missing[0],
+                missing_ranks=missing,
+            )
+
+        def look() -> None:
+            nonlocal own
+            own = True  # what it raises
+            self.check_missing(others)
+            own = False
 
         try:
-            tell(make(), "")
-        except Exception as error:
-            tell(b"", str(error) or type(error).__name__)
-            self._end(key, [])
-            raise DistBackendError(f"{self._where} {what}: {error}") from error
-
-    def _end(self, key: str, missing: list[int]) -> None:
-        """Tells those that wait that all ranks have come, or for which one of them has given up to wait."""
-        publish(self._store, f"{key}/end", missing)
-
-    def _wait(self, key: str, ranks: Sequence[int], what: str, limit: timedelta) -> None:
-        deadline = time.monotonic() + limit.total_seconds()
-        others = [rank for rank in ranks if rank != self._rank]
-        while (left := deadline - time.monotonic()) > 0:
-            pause = timedelta(seconds=min(left, _CHECK_SECONDS))
-            if wait_for_keys(self._store, [f"{key}/end"], pause):
-                return
-            self.check_missing(others)
-        missing = [rank for rank in others if not self._store.check([f"{key}/arrived/{rank}"])] or others
-        if self._store.add(f"{key}/count", _GAVE_UP) == _GAVE_UP + len(ranks):
-            return  # the last came at this moment
-        self._end(key, missing)
-        raise CollectiveTimeoutError(
-            f"{self._where} {what}: {ranks_in_words(missing)} did not come within "
-            f"{limit.total_seconds():g} s; NCCL makes connections in the first operation, in which all of "
-            "them must take part",
-            missing[0],
-            missing_ranks=missing,
-        )
-
-
-def _missing(record: Any) -> list[int]:
-    """Checks which ranks had not come when one gave up."""
-    demand(isinstance(record, list) and all(type(rank) is int for rank in record), f"{record!r}")
-    return list(record)
-
-
-def _made(record: Any) -> tuple[bytes, str]:
-    """Checks what the first rank has made, and why it could not."""
-    demand(isinstance(record, list) and len(record) == 2, f"{record!r}")
-    return as_bytes(record[0]), as_text(record[1])
+            made: bytes = exchange(
+                self._store,
+                key,
+                self._rank,
+                ranks,
+                limit,
+                where,
+                record=value,
+                check=as_text,
+                combine=lambda values: values[0],
+                read=as_bytes,
+                why=late,
+                look=look,
+            )
+        except CollectiveTimeoutError as error:
+            missing = error.missing_ranks
+            if own or not missing:
+                raise
+            if self._refused and self._rank in missing:
+                return None
+            raise CollectiveTimeoutError(
+                f"{where} {ranks_in_words(missing)} did not come within another rank's time limit; let all "
+                "ranks call the operation again, or raise the limit for ranks that come late",
+                missing[0],
+                missing_ranks=missing,
+            ) from error
+        return made

@@ -34,7 +34,7 @@ from collectives.registry import backends as registry
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import Backend, BackendConfig, default_timeout
 from collectives.store import PrefixStore
-from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.agreement import join_group
 from collectives.store.joining.world_rendezvous import KEYS
 from collectives.time_limits import time_limit
 

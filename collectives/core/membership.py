@@ -27,7 +27,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.forks import belongs_to_parent, call_in_forked_children
-from collectives.store.joining.meeting import meet
+from collectives.store.joining.agreement import exchange
 from collectives.store.prefix import PrefixStore
 from collectives.time_limits import time_limit
 
@@ -277,22 +277,24 @@ class Membership(BackendInterface):
             raise UnsupportedOperationError(f"{self.where()} its ranks cannot be connected anew: {why}")
         self._renewals += 1
         store = PrefixStore(f"renewed/{self._renewals}", self._store)
-
-        def lost_ranks() -> list[int]:
-            others_are_late()
-            return self.lost_ranks()
-
-        ranks = range(self._size)
-        failure = meet(store, "ranks", self._rank, ranks, self._timeout, lost_ranks, self._why_not_renewed)
-        if failure is not None:
-            raise failure
+        exchange(
+            store,
+            "ranks",
+            self._rank,
+            range(self._size),
+            self._timeout,
+            self.where(),
+            why=self._why_not_renewed,
+            lost_ranks=self.lost_ranks,
+            look=others_are_late,
+        )
         self.abort()
         self._connect(store)
 
     def _why_not_renewed(self, absent: Sequence[int], died: bool) -> DistError:
         cause = self._first_cause()
         why = "" if cause is None else f" ({cause})"
-        text = f"{self.where()} it is broken{why} and cannot be connected anew: {ranks_in_words(absent)}"
+        text = f"it is broken{why} and cannot be connected anew: {ranks_in_words(absent)}"
         if died:
             return PeerLostError(f"{text} died", absent[0])
         limit = f"{self._timeout.total_seconds():g} s"

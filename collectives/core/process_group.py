@@ -50,7 +50,7 @@ from collectives.errors import (
     PeerLostError,
     ranks_in_words,
 )
-from collectives.store.joining.meeting import meet
+from collectives.store.joining.agreement import exchange
 
 __all__ = ["ProcessGroup", "monitored_barrier"]
 
@@ -61,8 +61,7 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
     Ranks meet in the group's store, so that a rank stuck in a collective is found on every backend, and the
     group is not broken by the time limit.
     """
-    what = f"monitored_barrier on {group.describe()}"
-    where = f"[rank {group.rank()}] {what}"
+    where = f"[rank {group.rank()}] monitored_barrier on {group.describe()}"
     store = group.get_group_store()
     if store is None:
         raise DistBackendError(f"{where} needs the group's store, but it was made without one")
@@ -77,21 +76,19 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         # in parentheses the words of torch's own barrier, which people search logs for
         theirs = f"{names.capitalize()} failed to pass monitoredBarrier"
         if lost:
-            return PeerLostError(f"{what}: {names} died or ended ({theirs})", named[0], **about)
+            return PeerLostError(f"{names} died or ended ({theirs})", named[0], **about)
         if not limit:
             theirs = f"Rank {group.rank()} timed out in monitoredBarrier"
-        text = f"{what}: {names} did not come within {limit.total_seconds():g} s ({theirs})"
+        text = f"{names} did not come within {limit.total_seconds():g} s ({theirs})"
         if not wait_all_ranks:
             text += "; pass wait_all_ranks=True to list every missing rank"
         return CollectiveTimeoutError(text, named[0], missing_ranks=named, **about)
 
-    key = f"monitored_barrier/{turn}"
+    key, ranks = f"monitored_barrier/{turn}", range(group.size())
     try:
-        found = meet(store, key, group.rank(), range(group.size()), limit, group.lost_ranks, why)
+        exchange(store, key, group.rank(), ranks, limit, f"{where}:", why=why, lost_ranks=group.lost_ranks)
     except DistNetworkError as error:
-        raise DistNetworkError(f"{where}: {error}", **about) from error
-    if found is not None:
-        raise type(found)(f"[rank {group.rank()}] {found}", **found.details())
+        raise DistNetworkError(str(error), **about) from error
 
 
 class ProcessGroup(Membership):

@@ -25,13 +25,21 @@ from collectives.errors import DistNetworkError, DistStoreError
 from collectives.logs import Log
 from collectives.secret import WAY_OUT
 from collectives.store.file import FileStore
-from collectives.store.joining.announcements import Announcements, next_key
 from collectives.store.joining.standby import Standby, offer, succession
 from collectives.store.memory import HashStore
 from collectives.store.own_user import own_user_only
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import system
-from collectives.store.records import Checked, demand, fetch, fields, publish, publish_all
+from collectives.store.records import (
+    Announcements,
+    Checked,
+    demand,
+    fetch,
+    fields,
+    next_key,
+    publish,
+    publish_all,
+)
 from collectives.store.tcp import TCPStore
 from collectives.store.tcp.store import elsewhere, refusals
 from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys

@@ -12,9 +12,8 @@ import pytest
 
 from collectives import DistError, DistStoreError
 from collectives.backends.host import rendezvous_records as records
-from collectives.store.error_records import error_of
 from collectives.store.joining.standby import offer, succession
-from collectives.store.records import as_bytes, as_text, read
+from collectives.store.records import as_bytes, as_text, error_of, read
 
 SIZE = 3
 COPIES = 600

@@ -19,7 +19,7 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.core.process_group import monitored_barrier
 from collectives.store import HashStore, PrefixStore, TCPStore
-from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.agreement import join_group
 from collectives.store.joining.standby import Standby
 from collectives.store.joining.world_rendezvous import join_world
 from collectives.store.process import current_process
@@ -169,19 +169,19 @@ def test_moved_arrivals_and_outcomes_let_nobody_through_a_monitored_barrier(writ
     written.forget("monitored_barrier/0/arrived")
     with pytest.raises(DistStoreError, match="'monitored_barrier/0/outcome' is not proved"):
         come(1, written.elsewhere)
-    for here in (written.here.get("monitored_barrier/0/here/1"), b"1"):
+    for here in (written.here.get("monitored_barrier/0/1"), b"1"):
         written.move()
-        written.elsewhere.set("monitored_barrier/0/here/1", here)
+        written.elsewhere.set("monitored_barrier/0/1", here)
         written.forget("monitored_barrier/0/outcome")
-        with pytest.raises(DistStoreError, match="'monitored_barrier/0/here/1' is not proved"):
+        with pytest.raises(DistStoreError, match="'monitored_barrier/0/1' is not proved"):
             come(0, written.elsewhere)
 
 
-@pytest.mark.parametrize("key", ["make/1", "make/1/outcome/0"])
+@pytest.mark.parametrize("key", ["make/1", "make/1/0/outcome"])
 def test_moved_requests_and_outcomes_make_no_group(written: Written, key: str) -> None:
     join_group(written.here, "make/1", 0, [0], "rank 0", LIMIT)
     written.move()
-    written.forget(*({"make/1/first", "make/1/outcome/0"} - {key, f"{key}/first"}))
+    written.forget(*({"make/1/first", "make/1/0/outcome"} - {key, f"{key}/first"}))
     with pytest.raises(DistStoreError, match="is not proved"):
         join_group(written.elsewhere, "make/1", 0, [0], "rank 0", LIMIT)
 

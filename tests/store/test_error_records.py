@@ -17,7 +17,7 @@ from collectives import (
     UnsupportedOperationError,
 )
 from collectives.errors import DistBackendError
-from collectives.store.error_records import error_of, record_of
+from collectives.store.records import error_of, record_of
 
 CAUSE = DistError("ValueError: bad shard", 2)
 

@@ -11,7 +11,7 @@ from store_pairs import LONG
 from collectives.errors import DistStoreError
 from collectives.store import HashStore
 from collectives.store.joining import world_rendezvous
-from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.agreement import join_group
 from collectives.store.joining.world_rendezvous import join_world
 from collectives.store.records import as_bytes, as_text, fields, read, written
 
@@ -92,8 +92,8 @@ def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_group_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
     store = HashStore()
-    store.set("make/1/outcome/0", "rank 1 asks for something else")  # says an attacker
-    with pytest.raises(DistStoreError, match="'make/1/outcome/0' is not proved"):
+    store.set("make/1/0/outcome", "rank 1 asks for something else")  # says an attacker
+    with pytest.raises(DistStoreError, match="'make/1/0/outcome' is not proved"):
         join_group(store, "make/1", 0, [0, 1], "ranks 0 and 1", LONG)
 
 

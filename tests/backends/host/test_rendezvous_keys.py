@@ -9,8 +9,7 @@ from counted_store import CountedStore
 from harness import current_store, run_ranks
 
 from collectives.backends.host import ProcessGroupHost
-from collectives.backends.host.rendezvous_failures import StoreLostError
-from collectives.backends.host.rendezvous_keys import RendezvousKeys
+from collectives.backends.host.rendezvous_keys import RendezvousKeys, StoreLostError
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
 from collectives.store.records import Checked, as_text, fields

@@ -30,7 +30,7 @@ def first_rank(store: HashStore, value: bytes) -> Iterator[None]:
     """Publishes a value."""
     with ThreadPoolExecutor() as thread:
         asked = thread.submit(rendezvous(store, 0).broadcast, "id", RANKS, "making", LIMIT, lambda: value)
-        store.wait(["id/0/arrived/0"])
+        store.wait(["id/0/0"])
         yield
         asked.exception()
 
@@ -62,7 +62,7 @@ def test_all_hear_who_gave_up() -> None:
     store, ranks = HashStore(), (0, 1, 2)
     with ThreadPoolExecutor() as thread:
         patient = thread.submit(rendezvous(store, 1).broadcast, "id", ranks, "making", 10 * LIMIT, bytes)
-        store.wait(["id/0/arrived/1"])
+        store.wait(["id/0/1"])
         with pytest.raises(CollectiveTimeoutError, match="rank 2 did not come"):
             rendezvous(store, 0).broadcast("id", ranks, "making", timedelta(seconds=0.01), bytes)
         with pytest.raises(CollectiveTimeoutError, match="rank 2 did not come within another"):
@@ -88,6 +88,6 @@ def test_the_reason_arrives_for_which_there_is_no_value() -> None:
 def test_a_value_that_no_rank_wrote_is_refused(forged: bytes) -> None:
     store = HashStore()
     with first_rank(store, b"value"):
-        store.set("id/0/value", forged)
-        with pytest.raises(DistStoreError, match="'id/0/value' is not proved by this process's job secret"):
+        store.set("id/0/0", forged)
+        with pytest.raises(DistStoreError, match="'id/0/0' is not proved by this process's job secret"):
             second_rank(store)

@@ -8,8 +8,7 @@ import pytest
 
 from collectives.errors import DistStoreError
 from collectives.store import HashStore
-from collectives.store.joining.announcements import Announcements, next_key
-from collectives.store.records import as_text, fetch_all, publish, publish_all
+from collectives.store.records import Announcements, as_text, fetch_all, next_key, publish, publish_all
 
 
 class PoorStore(HashStore):

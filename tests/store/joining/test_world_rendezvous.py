@@ -19,7 +19,7 @@ import collectives as dist
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
 from collectives.store.joining import world_rendezvous
-from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.agreement import join_group
 from collectives.store.joining.world_rendezvous import leave_world
 from collectives.store.waiting import wait_for_keys
 

@@ -23,8 +23,7 @@ import collectives._native as _native
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous as host_rendezvous
 from collectives.store import PrefixStore
-from collectives.store.error_records import record_of
-from collectives.store.records import publish
+from collectives.store.records import publish, record_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

@@ -1,0 +1,282 @@
+"""Ranks agree in a store: each tells its record, and all get one answer, or the same error."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as _torch_distributed
+
+from collectives.errors import (
+    CollectiveMismatchError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    PeerLostError,
+    ranks_in_words,
+)
+from collectives.store.records import (
+    as_text,
+    demand,
+    error_of,
+    fetch,
+    fetch_all,
+    publish,
+    read,
+    record_of,
+    written,
+)
+from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
+
+__all__ = ["exchange", "give_up", "join_group"]
+
+_LOOK_AGAIN = timedelta(milliseconds=200)
+"""How often those who wait ask whether one of the others has died."""
+
+_LOSS_LIMIT_S = 0.5
+"""How long after the store has failed a rank may be found dead."""
+
+LostRanks = Callable[[], Collection[int]]
+"""Returns which ranks are known to have died; asked again and again."""
+
+Why = Callable[[Sequence[int], bool], DistError]
+"""Returns the error for ranks that have died (``True``), or not come within the limit (``False``)."""
+
+
+def exchange(
+    store: Any,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    limit: timedelta,
+    where: str,
+    *,
+    record: Any = None,
+    check: Callable[[Any], Any] = lambda record: record,
+    combine: Callable[[list[Any]], Any] = lambda records: None,  # noqa: ARG005
+    read: Callable[[Any], Any] = lambda answer: answer,
+    why: Why | None = None,
+    late: type[DistError] = DistStoreError,
+    lost_ranks: LostRanks = tuple,
+    look: Callable[[], object] = lambda: None,
+) -> Any:
+    """Waits until all ranks have called this; returns what is made of their records, or raises one error.
+
+    Whoever sees the last rank come, a rank dead, or its own limit passed, writes the outcome; the first word
+    counts, for ranks that come later too. All wait for that one key, so that what each asks does not grow
+    with their number. The last one looks for the records of all, since anybody may count on, and the last
+    one to leave deletes the keys.
+
+    Args:
+        store: the ranks' store.
+        key: prefix of the keys, new for each exchange.
+        rank: this rank.
+        ranks: all that meet.
+        limit: time limit of this rank.
+        where: stands in front of a message.
+        record: what this rank tells.
+        check: of each record.
+        combine: makes the answer for all of the records, in the order of ``ranks``, or raises the error for
+            all; called by the rank that comes last.
+        read: checks the answer.
+        why: what a loss and a limit mean, where there is more to say than that ranks died or did not come.
+        late: the error where they did not come, if ``why`` is not given.
+        lost_ranks: where deaths show.
+        look: called again and again while others are missing; may return an error that ends it for all.
+
+    Raises:
+        DistNetworkError: the store failed, and no rank is seen to have died with it.
+        DistStoreError: somebody else writes to the store.
+        DistError: as ``combine``, ``why`` and ``look`` say.
+    """
+    outcome, why = f"{key}/outcome", why or _blame(limit, late)
+    end = time.monotonic() + limit.total_seconds()
+
+    def settle() -> list[int]:
+        """Writes the answer if all have come; returns who has not."""
+        keys = {one: f"{key}/{one}" for one in ranks}
+        all_here = store.check([*keys.values()])
+        here = [one for one in ranks if all_here or store.check([keys[one]])]
+        records = fetch_all(store, [keys[one] for one in here], check)
+        if len(here) == len(ranks):
+            try:
+                _decide(store, key, {"answer": combine(records)})
+            except DistError as error:
+                give_up(store, key, error)
+        return [one for one in ranks if one not in here]
+
+    with _blaming_lost(ranks, lost_ranks, why, where):
+        try:
+            publish(store, f"{key}/{rank}", record)
+            if int(store.add(f"{key}/arrived", 1)) >= len(ranks):
+                settle()
+            while not wait_for_keys(store, [outcome], min(_LOOK_AGAIN, _left(end))):
+                if lost := _lost_among(ranks, lost_ranks):
+                    give_up(store, key, why(lost, True))
+                elif isinstance(error := look(), DistError):
+                    give_up(store, key, error)
+                elif time.monotonic() >= end and (absent := settle()):
+                    give_up(store, key, why(absent, False))
+            found = fetch(store, outcome, partial(_outcome, read=read))
+        except DistStoreError as error:
+            with contextlib.suppress(Exception):
+                give_up(store, key, error)
+            raise
+        if int(store.add(f"{key}/left", 1)) == len(ranks):
+            delete_keys(store, [f"{key}/{name}" for name in (*ranks, "outcome", "arrived", "left")])
+    if isinstance(found, DistError):
+        raise _at(where, found)
+    return found
+
+
+def give_up(store: Any, key: str, error: DistError) -> None:
+    """Lets an exchange fail for all ranks, with this error, unless it has its outcome already.
+
+    Args:
+        store: the ranks' store.
+        key: of the exchange.
+        error: the error.
+    """
+    _decide(store, key, {"error": record_of(error)})
+
+
+def _decide(store: Any, key: str, outcome: dict[str, Any]) -> None:
+    """Publishes what ranks come to, unless one has done so: all go by the first word."""
+    key = f"{key}/outcome"
+    value = written(store, key, outcome)
+    try:
+        store.compare_set(key, "", value)
+    except (NotImplementedError, AttributeError):  # a user's store may lack it
+        store.set(key, value)
+
+
+def _outcome(record: Any, read: Callable[[Any], Any]) -> Any:
+    """Checks an outcome; returns the answer, or the error."""
+    demand(isinstance(record, dict) and [*record] in (["answer"], ["error"]), f"the outcome {record!r}")
+    return error_of(record["error"]) if "error" in record else read(record["answer"])
+
+
+def _at(where: str, error: DistError) -> DistError:
+    """Returns an error that all ranks get, as one of this rank."""
+    return type(error)(f"{where} {error}", **error.details())
+
+
+def _lost_among(ranks: Sequence[int], lost_ranks: LostRanks) -> list[int]:
+    return sorted({*lost_ranks()}.intersection(ranks))
+
+
+@contextlib.contextmanager
+def _blaming_lost(ranks: Sequence[int], lost_ranks: LostRanks, why: Why, where: str) -> Iterator[None]:
+    """Names the rank with which the store has gone, whose end shows a little later."""
+    try:
+        yield
+    except _torch_distributed.DistNetworkError as error:
+        end = time.monotonic() + _LOSS_LIMIT_S
+        while time.monotonic() < end:
+            if lost := _lost_among(ranks, lost_ranks):
+                raise _at(where, why(lost, True)) from error
+            time.sleep(_LOSS_LIMIT_S / 20)
+        text = f"{where} the store failed; whoever kept it may have died: {error}"
+        raise DistNetworkError(text) from error
+
+
+def _blame(limit: timedelta, late: type[DistError] = DistStoreError) -> Why:
+    def why(ranks: Sequence[int], died: bool) -> DistError:
+        if died:
+            return PeerLostError(f"{ranks_in_words(ranks)} died", ranks[0])
+        return late(missing_text(ranks, limit), ranks[0], missing_ranks=ranks)
+
+    return why
+
+
+def _left(end: float) -> timedelta:
+    return timedelta(seconds=max(end - time.monotonic(), 0.001))
+
+
+def join_group(
+    store: Any,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    request: str,
+    timeout: timedelta,
+    lost_ranks: LostRanks = tuple,
+    callers: Sequence[int] = (),
+) -> None:
+    """Checks that all ranks ask for the same group; members wait until all members are here.
+
+    The first rank publishes its request. A rank with a different one publishes the conflict and raises, so
+    that the members that wait for it raise as well: either all members join, or all raise.
+
+    Args:
+        store: the world's store.
+        key: prefix of the group's keys, equal on all ranks: they make groups in the same order.
+        rank: this rank in the default group.
+        members: ranks of the group's members in the default group.
+        request: what this rank asks for; must be equal on all ranks that take part.
+        timeout: time limit.
+        lost_ranks: where deaths show.
+        callers: all ranks that call this, members or not, the last of which deletes the keys.
+
+    Raises:
+        CollectiveMismatchError: another rank asks for a different group.
+        DistStoreError: a member did not come in time; names all that are missing.
+        PeerLostError: a member has died.
+    """
+    where = f"[rank {rank}] new_group:"
+    part = f"{key}/{members[0]}" if members else ""  # of several groups that one call makes, one for each
+
+    def why(ranks: Sequence[int], died: bool) -> DistError:
+        if not died:
+            return _blame(timeout)(ranks, died)
+        return PeerLostError(
+            f"rank {ranks[0]}, a member of the group, has died; make the group of the ranks that are left, "
+            "or start all of them again",
+            ranks[0],
+        )
+
+    def mismatch(conflict: str) -> DistError:
+        return CollectiveMismatchError(f"{conflict}; all ranks must create the same groups in the same order")
+
+    def look() -> DistError | None:
+        there = store.check([f"{key}/conflict"])  # of a rank that takes itself for no member
+        return mismatch(fetch(store, f"{key}/conflict", as_text)) if there else None
+
+    with _blaming_lost(members, lost_ranks, why, where):
+        conflict = _conflict(store, f"{key}/first", rank, request)
+        if conflict:
+            publish(store, f"{key}/conflict", conflict)
+            if members:
+                give_up(store, part, mismatch(conflict))
+            raise _at(where, mismatch(conflict))
+    if rank in members:
+        exchange(store, part, rank, members, timeout, where, why=why, lost_ranks=lost_ranks, look=look)
+        if lost := _lost_among(members, lost_ranks):  # since it came
+            raise _at(where, why(lost, True))
+    if callers and int(store.add(f"{key}/done", 1)) == len(callers):
+        delete_keys(store, [f"{key}/first", f"{key}/done"])
+
+
+def _request(record: Any) -> tuple[int, str]:
+    """Checks a rank and what it asks for."""
+    demand(isinstance(record, list) and [type(part) for part in record] == [int, str], f"{record!r}")
+    return record[0], record[1]
+
+
+def _conflict(store: Any, key: str, rank: int, request: str) -> str:
+    """Returns how this rank's request differs from that of the first rank, if it does."""
+    mine = written(store, key, [rank, request])
+    try:
+        first = store.compare_set(key, "", mine)
+    except (NotImplementedError, AttributeError):
+        # A user's store may lack compare_set. Then ranks that ask for different groups run into the time
+        # limit instead.
+        return ""
+    other, asked = read(store, key, first, _request)
+    if asked == request:
+        return ""
+    return f"rank {other} asks for {asked}, but rank {rank} for {request}"
