@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as _torch_distributed
-from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
 from collectives.errors import DistNetworkError, DistStoreError, QueueEmptyError
 from collectives.store.base import Store, TorchStore
+from collectives.store.waiting import root_of
 
 __all__ = ["PrefixStore"]
 
@@ -62,9 +62,7 @@ class PrefixStore(Store):
     @property
     def _underlying_non_prefix_store(self) -> TorchStore:
         """The store below all layers of prefixes; torch has this property too."""
-        store = self.underlying_store
-        while isinstance(store, (PrefixStore, TorchPrefixStore)):
-            store = store.underlying_store
+        store: TorchStore = root_of(self)
         return store
 
     @property
@@ -145,74 +143,60 @@ class PrefixStore(Store):
     def _keys(self, keys: list[str]) -> list[str]:
         return [self._key(key) for key in keys]
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the underlying store."""
         with self._own_errors():
-            self._store.set(self._key(key), value)
+            return getattr(self._store, method)(*arguments)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._ask("set", self._key(key), value)
 
     def _add(self, key: str, amount: int) -> int:
         with self._own_errors():
             try:
-                total: int = self._store.add(self._key(key), amount)
+                return int(self._store.add(self._key(key), amount))
             except ValueError:  # torch's HashStore and FileStore
                 self._raise_not_a_counter(key, amount, self._store.get(self._key(key)))
-            return total
 
     def _append(self, key: str, value: bytes) -> None:
-        with self._own_errors():
-            self._store.append(self._key(key), value)
+        self._ask("append", self._key(key), value)
 
     def _check(self, keys: list[str]) -> bool:
-        with self._own_errors():
-            there: bool = self._store.check(self._keys(keys))
-            return there
+        return bool(self._ask("check", self._keys(keys)))
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        with self._own_errors():
-            value: bytes = self._store.compare_set(self._key(key), expected, desired)
-            return value
+        return bytes(self._ask("compare_set", self._key(key), expected, desired))
 
     def _delete_key(self, key: str) -> bool:
-        with self._own_errors():
-            deleted: bool = self._store.delete_key(self._key(key))
-            return deleted
+        return bool(self._ask("delete_key", self._key(key)))
 
     def _get(self, key: str, limit: float) -> bytes:
         self._refuse_to_wait("get", [key], limit)
-        with self._own_errors(), self._time_to_answer(limit):
-            value: bytes = self._store.get(self._key(key))
-            return value
+        with self._time_to_answer(limit):
+            return bytes(self._ask("get", self._key(key)))
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         self._refuse_to_wait("get", keys, limit)
-        with self._own_errors(), self._time_to_answer(limit):
-            values: list[bytes] = self._store.multi_get(self._keys(keys))
-            return values
+        with self._time_to_answer(limit):
+            return list(self._ask("multi_get", self._keys(keys)))
 
     def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
-        with self._own_errors():
-            self._store.multi_set([self._key(key) for key, _ in pairs], [value for _, value in pairs])
+        self._ask("multi_set", [self._key(key) for key, _ in pairs], [value for _, value in pairs])
 
     def _num_keys(self) -> int:
-        with self._own_errors():
-            count: int = self._store.num_keys()
-            return count
+        return int(self._ask("num_keys"))
 
     def _list_keys(self) -> list[str]:
         start = self._key("")
-        with self._own_errors():
-            keys: list[str] = self._store.list_keys()
-        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+        return [key.removeprefix(start) for key in self._ask("list_keys") if key.startswith(start)]
 
     def _wait(self, keys: list[str], limit: float) -> None:
         self._refuse_to_wait("wait", keys, limit)
-        if limit == 0:  # all are there; a limit of torch's TCPStore counts the way, too
-            return
-        with self._own_errors():
-            self._store.wait(self._keys(keys), _foreign_limit(limit))
+        if limit > 0:  # else all are there; a limit of torch's TCPStore counts the way, too
+            self._ask("wait", self._keys(keys), _foreign_limit(limit))
 
     def _queue_push(self, key: str, value: bytes) -> None:
-        with self._own_errors():
-            self._store.queue_push(self._key(key), value)
+        self._ask("queue_push", self._key(key), value)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
         if limit is not None:
@@ -220,22 +204,18 @@ class PrefixStore(Store):
         end = time.monotonic() + (limit or 0.0)
         while True:
             try:
-                with self._own_errors(), self._time_to_answer(limit):
-                    value: bytes = self._store.queue_pop(self._key(key), limit is not None)
-                    return value
+                with self._time_to_answer(limit):
+                    return bytes(self._ask("queue_pop", self._key(key), limit is not None))
             except QueueEmptyError:  # noqa: PERF203
                 # torch's TCPStore raises it from a blocking pop too when another client was quicker.
                 if limit is None or time.monotonic() > end:
                     raise
 
     def _queue_len(self, key: str) -> int:
-        with self._own_errors():
-            length: int = self._store.queue_len(self._key(key))
-            return length
+        return int(self._ask("queue_len", self._key(key)))
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        with self._own_errors():
-            self._store.barrier(self._key(key), world_size, _foreign_limit(limit))
+        self._ask("barrier", self._key(key), world_size, _foreign_limit(limit))
 
 
 def _foreign_limit(limit: float) -> timedelta:

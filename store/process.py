@@ -1,4 +1,4 @@
-"""Which process is meant, and whether it still runs."""
+"""Which process is meant, whether it still runs, and whom a process without a job secret trusts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from collectives.errors import DistBackendError
+import collectives._native as _native
+from collectives.errors import DistBackendError, DistNetworkError
+from collectives.secret import WAY_OUT, derived_key, is_insecure
 
-__all__ = ["Life", "ProcessIdentity", "current_process", "kernel_of", "system"]
+__all__ = ["Life", "ProcessIdentity", "current_process", "kernel_of", "own_user_only", "system"]
 
 _FIXED = struct.Struct("<16s16sQQQ")
 
@@ -100,6 +102,24 @@ def kernel_of(system: str) -> str:
         system: of a process.
     """
     return system.partition(" ")[0]
+
+
+def own_user_only() -> bool:
+    """Returns whether connections of other users, and of other machines, are refused: without a job secret.
+
+    Raises:
+        DistNetworkError: they would have to be, and the kernel cannot tell other users from this one.
+    """
+    if derived_key("user") is not None or is_insecure():
+        return False
+    user = os.geteuid()
+    if not _native.is_own_user(user):
+        raise DistNetworkError(
+            f"this process runs as user {user}, as do all users whom its user namespace does not know (see "
+            "/proc/self/uid_map), so that the processes of this job cannot be told from those of others "
+            f"without a job secret; {WAY_OUT}"
+        )
+    return True
 
 
 @functools.lru_cache(maxsize=1)

@@ -16,7 +16,6 @@ process states its own rank; none is ever assigned. The timeout is also the stor
 
 from __future__ import annotations
 
-import ipaddress
 import operator
 import os
 import re
@@ -30,11 +29,15 @@ from torch.distributed.constants import default_pg_timeout
 from collectives.store.base import TorchStore
 from collectives.store.file import FileStore
 from collectives.store.tcp import TCPStore
+from collectives.store.tcp.listen import literal_address
 from collectives.store.tcp.store import is_of_agent
 
 __all__ = ["Handler", "Rendezvous", "register_rendezvous_handler", "rendezvous"]
 
-Rendezvous = Iterator[tuple[TorchStore, int, int]]
+_Place = tuple[TorchStore, int, int]
+"""The store, this rank, and the number of ranks."""
+
+Rendezvous = Iterator[_Place]
 Handler = Callable[..., Rendezvous]
 
 _handlers: dict[str, Handler] = {}
@@ -106,9 +109,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
     return _handlers[parts.scheme](f"{start}?{urlencode(query)}{fragment}", **kwargs)
 
 
-def _env_handler(
-    url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True
-) -> Rendezvous:
+def _meet_at_env(url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True) -> _Place:
     query = _checked_query(url)
     wanted = {"RANK": query.get("rank"), "WORLD_SIZE": query.get("world_size")}
     found = {name: given or os.environ.get(name) for name, given in wanted.items()}
@@ -128,14 +129,10 @@ def _env_handler(
         "env://", _number("RANK", values["RANK"]), _number("WORLD_SIZE", values["WORLD_SIZE"])
     )
     port = _number("MASTER_PORT", values["MASTER_PORT"])
-    place = rank, world_size
-    yield _tcp_store(values["MASTER_ADDR"], port, *place, timeout, query, wait_for_workers), *place
-    raise RuntimeError("a process cannot meet the others at env:// again through the same rendezvous")
+    return _tcp_store(values["MASTER_ADDR"], port, rank, world_size, timeout, query, wait_for_workers)
 
 
-def _tcp_handler(
-    url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True
-) -> Rendezvous:
+def _meet_at_tcp(url: str, timeout: timedelta = default_pg_timeout, wait_for_workers: bool = True) -> _Place:
     parts = urlsplit(url)
     query = _checked_query(url)
     try:
@@ -145,12 +142,10 @@ def _tcp_handler(
     if not parts.hostname or port is None:
         raise ValueError(f"host or port number missing: tcp:// rendezvous needs tcp://host:port, not {url!r}")
     rank, world_size = _place(url, *_given_place(query, url))
-    place = rank, world_size
-    yield _tcp_store(parts.hostname, port, *place, timeout, query, wait_for_workers), *place
-    raise RuntimeError("a process cannot meet the others at tcp:// again through the same rendezvous")
+    return _tcp_store(parts.hostname, port, rank, world_size, timeout, query, wait_for_workers)
 
 
-def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvous:
+def _meet_at_file(url: str, timeout: timedelta = default_pg_timeout) -> _Place:
     """The path is everything between the (empty) host and the query, as it stands.
 
     Nothing is decoded, so that an ordinary path can be pasted. URLs written for Windows are thus Linux paths
@@ -170,8 +165,7 @@ def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvo
     rank, world_size = _place(url, *_given_place(query, url))
     store = FileStore(parts.path, world_size)
     store.set_timeout(timeout)
-    yield store, rank, world_size
-    raise RuntimeError("a process cannot meet the others at file:// again through the same rendezvous")
+    return store, rank, world_size
 
 
 def _tcp_store(
@@ -182,7 +176,7 @@ def _tcp_store(
     timeout: timedelta,
     query: Mapping[str, str],
     wait_for_workers: bool,
-) -> TCPStore:
+) -> _Place:
     if not 0 <= port < 2**16:
         raise ValueError(f"the port must be from 0 to 65535, is {port}")
     if port == 0 and world_size > 1:
@@ -194,13 +188,13 @@ def _tcp_store(
         raise ValueError(
             f"MASTER_ADDR must be a name or an address alone, is {host!r}; the port is MASTER_PORT"
         )
-    if _is_multicast(host):
+    if (address := literal_address(host)) is not None and address.is_multicast:
         raise ValueError(
             f"{host} is a multicast address, which rendezvous does not support: name rank 0's machine"
         )
     master = rank == 0 and not is_of_agent(port)
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
-    return TCPStore(
+    store = TCPStore(
         host,
         port,
         world_size,
@@ -210,6 +204,7 @@ def _tcp_store(
         multi_tenant=not is_of_agent(port),
         use_libuv=libuv,
     )
+    return store, rank, world_size
 
 
 def _query(parts: SplitResult) -> dict[str, str]:
@@ -258,13 +253,16 @@ def _number(name: str, value: str) -> int:
         raise ValueError(f"{name} must be a number, is {value!r}") from None
 
 
-def _is_multicast(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_multicast
-    except ValueError:
-        return False
+def _register(scheme: str, meet: Callable[..., _Place]) -> None:
+    def handler(url: str, **options: object) -> Rendezvous:
+        yield meet(url, **options)
+        raise RuntimeError(
+            f"a process cannot meet the others at {scheme}:// again through the same rendezvous"
+        )
+
+    register_rendezvous_handler(scheme, handler)
 
 
-register_rendezvous_handler("env", _env_handler)
-register_rendezvous_handler("file", _file_handler)
-register_rendezvous_handler("tcp", _tcp_handler)
+_register("env", _meet_at_env)
+_register("file", _meet_at_file)
+_register("tcp", _meet_at_tcp)

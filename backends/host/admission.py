@@ -8,8 +8,7 @@ import secrets
 
 from collectives.errors import DistNetworkError
 from collectives.secret import WAY_OUT, derived_key
-from collectives.store.own_user import own_user_only
-from collectives.store.process import system
+from collectives.store.process import own_user_only, system
 
 __all__ = ["check_system", "group_key", "random_key"]
 

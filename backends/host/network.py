@@ -9,7 +9,7 @@ from typing import Any
 
 import collectives._native as _native
 from collectives.store.process import system
-from collectives.store.tcp.ports import ports_to_try
+from collectives.store.tcp.listen import ports_to_try
 
 __all__ = ["listen", "place", "refuses"]
 

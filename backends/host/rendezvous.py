@@ -50,8 +50,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.secret import SECRET
-from collectives.store.own_user import own_user_only
-from collectives.store.process import system
+from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, error_of, record_of
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys

@@ -18,7 +18,7 @@ from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.joining.standby import Standby
 from collectives.store.joining.world_rendezvous import KEYS, join_world
-from collectives.store.tcp.connector import NoStoreError
+from collectives.store.tcp.client import NoStoreError
 
 __all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
 

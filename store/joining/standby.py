@@ -21,9 +21,9 @@ from collectives.errors import DistError, DistNetworkError, DistStoreError, Peer
 from collectives.forks import call_in_forked_children
 from collectives.store.records import Checked, demand, fields
 from collectives.store.tcp import TCPStore
+from collectives.store.tcp.client import UnprovedError
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.tcp.listen import is_loopback, open_listeners
-from collectives.store.tcp.proof import UnprovedError
 from collectives.store.waiting import root_of
 
 __all__ = ["Standby", "offer", "succession"]

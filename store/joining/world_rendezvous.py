@@ -27,9 +27,8 @@ from collectives.secret import WAY_OUT
 from collectives.store.file import FileStore
 from collectives.store.joining.standby import Standby, offer, succession
 from collectives.store.memory import HashStore
-from collectives.store.own_user import own_user_only
 from collectives.store.prefix import PrefixStore
-from collectives.store.process import system
+from collectives.store.process import own_user_only, system
 from collectives.store.records import (
     Announcements,
     Checked,

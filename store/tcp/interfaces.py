@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError
+from collectives.store.waiting import root_of
 
 __all__ = ["Addresses", "choose_addresses"]
 
@@ -104,24 +105,13 @@ def _rank_of(address: str) -> int:
 
 def _candidates(store: Any, interfaces: list[_Interface], one_kernel: bool) -> Iterator[str]:
     """Yields addresses of this machine in order of preference."""
-    for host in (_host_of(store), os.environ.get("MASTER_ADDR"), socket.gethostname()):
+    host_of_store = getattr(root_of(store), "host", None)
+    for host in (host_of_store, os.environ.get("MASTER_ADDR"), socket.gethostname()):
         if host:
             yield from _addresses_towards(host)
     yield from sorted((one.address for one in interfaces if not one.loopback), key=_rank_of)
     if one_kernel:
         yield from sorted((one.address for one in interfaces if one.loopback), key=_rank_of)
-
-
-def _host_of(store: Any) -> str | None:
-    """Returns the host of a TCP store, under whatever prefixes; ``None`` for other stores."""
-    for _ in range(32):
-        host = getattr(store, "host", None)
-        if isinstance(host, str):
-            return host
-        store = getattr(store, "underlying_store", None)
-        if store is None:
-            break
-    return None
 
 
 def _addresses_towards(host: str) -> Iterator[str]:

@@ -1,17 +1,28 @@
-"""Where a store server listens."""
+"""Where a server listens: a store's, and a rank's."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import os
+import random
+import re
 import socket
 
 from collectives.errors import DistNetworkError
-from collectives.store.tcp.ports import ANY_PORT, PORT_RANGE_VARIABLE, ports_to_try
 
-__all__ = ["adopt_listener", "is_loopback", "open_listeners"]
+__all__ = [
+    "PORT_RANGE_VARIABLE",
+    "adopt_listener",
+    "is_loopback",
+    "literal_address",
+    "open_listeners",
+    "ports_to_try",
+]
 
+PORT_RANGE_VARIABLE = "COLLECTIVES_PORT_RANGE"
+ANY_PORT = 0
+"""Lets the system choose."""
 _PORT_ATTEMPTS = 16
 
 
@@ -89,14 +100,14 @@ def adopt_listener(fd: int, port: int) -> socket.socket:
 
 def is_loopback(host: str) -> bool:
     """Tells whether a server for ``host`` listens on loopback only."""
-    address = _literal(host)
+    address = literal_address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def _open(host: str, port: int) -> list[socket.socket]:
     if host == "localhost":
         return _open_loopbacks(port)
-    address = _literal(host)
+    address = literal_address(host)
     if address is not None and not address.is_unspecified:
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         try:
@@ -147,7 +158,8 @@ def _listener(family: int, host: str, port: int, both_families: bool = False) ->
     return sock
 
 
-def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def literal_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns an address in numbers; ``None`` for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -167,3 +179,27 @@ def _listen_error(host: str, port: int, error: OSError) -> DistNetworkError:
             f"no permission to listen on {host}:{port}: ports below 1024 are reserved; choose a higher one"
         )
     return DistNetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+def ports_to_try() -> list[int]:
+    """Returns ports to listen on, to be tried in this order.
+
+    Without the variable that is :data:`ANY_PORT` alone; else all ports of the range, from one that differs
+    from process to process, so that ranks that start together seldom want the same one.
+
+    Raises:
+        ValueError: the variable is no range of ports.
+    """
+    text = os.environ.get(PORT_RANGE_VARIABLE, "").strip()
+    if not text:
+        return [ANY_PORT]
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 0 < first <= last < 2**16:
+        raise ValueError(
+            f"{PORT_RANGE_VARIABLE}={text!r} is no range of ports; write the first and the last one, from 1 "
+            "to 65535, as in 30000-30199"
+        )
+    ports = list(range(first, last + 1))
+    start = random.randrange(len(ports))  # noqa: S311 - no secret
+    return ports[start:] + ports[:start]

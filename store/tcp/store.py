@@ -16,10 +16,8 @@ import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import SECRET, derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
-from collectives.store.own_user import own_user_only
-from collectives.store.tcp.client import Client
-from collectives.store.tcp.connector import Trust, is_of_this_machine
-from collectives.store.tcp.limits import max_server_bytes
+from collectives.store.process import own_user_only
+from collectives.store.tcp.client import Client, Trust, is_of_this_machine
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
     INIT_KEY,
@@ -40,6 +38,9 @@ _GRACE_S = 2.0
 _LOOK_S = 0.5
 """How often a client that waits at another server than ours looks whether a key has come."""
 _KEYS_PROBED = 64
+_MOST_VARIABLE = "COLLECTIVES_STORE_BYTES"
+_DEFAULT_BYTES = 2**30
+_LEAST_BYTES = 2**20
 _DECIMAL = re.compile(rb"-?[0-9]{1,19}")
 _requests = _native.store_requests
 _timeout_of = TorchStore.timeout.fget  # type: ignore[attr-defined] # of its C++ half
@@ -538,3 +539,18 @@ def _value(key: str, value: bytes) -> bytes:
 def _is_counter(value: bytes, amount: int) -> bool:
     """Tells whether a server can add to the value of a key that is there."""
     return _DECIMAL.fullmatch(value) is not None and -(2**63) <= int(value) + amount < 2**63
+
+
+def max_server_bytes() -> int:
+    """Returns the limit for a server that is started now, in bytes.
+
+    Raises:
+        ValueError: the environment gives none that can be.
+    """
+    text = os.environ.get(_MOST_VARIABLE, "").strip() or str(_DEFAULT_BYTES)
+    if not (text.isascii() and text.isdecimal()) or not _LEAST_BYTES <= int(text) < 2**62:
+        raise ValueError(
+            f"{_MOST_VARIABLE} is the number of bytes that the server of a TCPStore may hold, from "
+            f"{_LEAST_BYTES} to {2**62 - 1}, not {text!r}"
+        )
+    return int(text)

@@ -78,7 +78,7 @@ def test_no_module_logs_beside_the_log() -> None:
         and not place.startswith("collectives.logs:")
     ]
     assert not beside
-    assert sum(place.startswith("collectives.store.tcp.connector:") for place, _ in found) > 10
+    assert sum(place.startswith("collectives.store.tcp.client:") for place, _ in found) > 10
 
 
 def records_of_a_life(rank: int, size: int) -> list[tuple[str, int, str, str]]:

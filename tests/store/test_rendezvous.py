@@ -230,7 +230,7 @@ class TestEnv:
         store.close()
 
     def test_who_waits_for_a_store_says_so_once(self, environ, monkeypatch, caplog):
-        monkeypatch.setattr("collectives.store.tcp.connector._SILENT_S", 0.1)
+        monkeypatch.setattr("collectives.store.tcp.client._SILENT_S", 0.1)
         url = f"tcp://127.0.0.1:{free_port()}"
         with pytest.raises(collectives.DistNetworkError, match="no store server answers"):
             join(url, 1, 2, timeout=timedelta(seconds=1))

@@ -47,7 +47,7 @@ Descriptor own_process() {
 }
 
 // Why memory is not shared with the process at the other end. Where a number stands for several users, ranks
-// have a job secret (store/own_user.py), and the handshake proves the rest.
+// have a job secret (store/process.py), and the handshake proves the rest.
 std::optional<std::string> complaint_about_user(const Descriptor& socket) {
   const uid_t peer = peer_user(socket);
   if (peer == ::geteuid()) return std::nullopt;

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import collectives
 from collectives.store import FileStore
-from collectives.store.file.locked_file import LockedFile
-from collectives.store.file.log import HEADER_BYTES, MAGIC, DamagedError, Kind, encode_record, records
+from collectives.store.file import HEADER_BYTES, MAGIC, DamagedError, LockedFile, encode_record, records
+from collectives.store.memory import Change
 from collectives.store.process import Life, ProcessIdentity, _start_of, current_process
 
 SHORT = timedelta(milliseconds=80)
@@ -49,7 +49,7 @@ class TestBadFiles:
     def test_a_record_that_was_not_finished(self, path):
         one, two = FileStore(str(path), 2), FileStore(str(path), 2)
         one.set("key", "value")
-        record = encode_record(Kind.SET, "torn", b"x" * 100)
+        record = encode_record(Change.SET, "torn", b"x" * 100)
         for size in (1, 7, 8, 9, len(record) - 1):
             with path.open("ab") as file:
                 file.write(record[:size])
@@ -205,11 +205,11 @@ class TestParts:
         assert world_size == 5
 
     def test_records_as_documented(self):
-        record = encode_record(Kind.SET, "kéy", b"value")
+        record = encode_record(Change.SET, "kéy", b"value")
         body = b"\x01" + struct.pack("<I", 4) + "kéy".encode() + b"value"
         assert record == struct.pack("<II", len(body), zlib.crc32(body)) + body
         (read, end), *rest = records(record + record[:-1])
-        assert (read.kind, read.key, read.value, end, rest) == (Kind.SET, "kéy", b"value", len(record), [])
+        assert (read.kind, read.key, read.value, end, rest) == (Change.SET, "kéy", b"value", len(record), [])
 
     @pytest.mark.parametrize(
         "body", [b"", b"\x00", b"\x63", b"\x01\xff\xff\xff\xff", b"\x01\x02\0\0\0x", b"\x06abc", b"\x07abc"]

@@ -183,7 +183,7 @@ class TestRuns:
         store.close()
 
     def test_the_killed_creator_of_a_run_that_goes_on(self, path, join, monkeypatch):
-        monkeypatch.setattr("collectives.store.file.store._ENDING_GRACE_S", 0.1)
+        monkeypatch.setattr("collectives.store.file._ENDING_GRACE_S", 0.1)
         creator, _ = join(path, 3), join(path, 3)
         end(creator, signal.SIGKILL)
         with pytest.raises(

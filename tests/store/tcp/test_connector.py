@@ -14,7 +14,7 @@ from waiting import until
 
 import collectives
 from collectives.store import TCPStore
-from collectives.store.tcp.connector import Connection, LocalConnection
+from collectives.store.tcp.client import Connection, LocalConnection
 from collectives.store.tcp.wire import Command, text
 
 LONG = timedelta(seconds=30)

@@ -16,7 +16,7 @@ from waiting import until
 
 import collectives
 from collectives.store import TCPStore
-from collectives.store.tcp.limits import max_server_bytes
+from collectives.store.tcp.store import max_server_bytes
 from collectives.store.tcp.wire import Command, text
 
 MIB = 2**20

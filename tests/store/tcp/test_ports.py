@@ -8,7 +8,7 @@ import pytest
 from ports import free_ports
 
 from collectives import DistNetworkError, TCPStore
-from collectives.store.tcp.ports import PORT_RANGE_VARIABLE
+from collectives.store.tcp.listen import PORT_RANGE_VARIABLE
 
 
 def serve(port=0):

@@ -124,7 +124,7 @@ class TestProcesses:
 
     def test_a_server_that_is_stopped(self, server, monkeypatch):
         monkeypatch.setattr("collectives.store.tcp.store._GRACE_S", 0.2)
-        monkeypatch.setattr("collectives.store.tcp.connector.ANSWER_S", 0.2)
+        monkeypatch.setattr("collectives.store.tcp.client.ANSWER_S", 0.2)
         port = free_port()
         with ThreadPoolExecutor(1) as threads:
             ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))

@@ -23,8 +23,7 @@ from strangers import NOBODY, visit
 from collectives import DistNetworkError, DistStoreError
 from collectives.secret import derived_key
 from collectives.store import TCPStore
-from collectives.store.tcp.client import Connection
-from collectives.store.tcp.proof import hello, prove
+from collectives.store.tcp.client import Connection, hello, prove
 
 SECRET = "a secret that all processes of this job share"
 VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 77)
