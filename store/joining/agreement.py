@@ -68,8 +68,8 @@ def exchange(
 
     Whoever sees the last rank come, a rank dead, or its own limit passed, writes the outcome; the first word
     counts, for ranks that come later too. All wait for that one key, so that what each asks does not grow
-    with their number. The last one looks for the records of all, since anybody may count on, and the last
-    one to leave deletes the keys.
+    with their number. The last one looks for the records of all, since anybody may count on. Each deletes
+    its own record, and the last one to leave the rest.
 
     Args:
         store: the ranks' store.
@@ -126,8 +126,9 @@ def exchange(
             with contextlib.suppress(Exception):
                 give_up(store, key, error)
             raise
+        delete_keys(store, [f"{key}/{rank}"])
         if int(store.add(f"{key}/left", 1)) == len(ranks):
-            delete_keys(store, [f"{key}/{name}" for name in (*ranks, "outcome", "arrived", "left")])
+            delete_keys(store, [outcome, f"{key}/arrived", f"{key}/left"])
     if isinstance(found, DistError):
         raise _at(where, found)
     return found

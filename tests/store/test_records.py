@@ -1,19 +1,43 @@
-"""Records that ranks publish in a store, and their proof where the job has a secret."""
+"""Records that ranks publish in a store: their proof where the job has a secret, errors, announcements."""
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import pytest
 from store_pairs import LONG
+from threads import on_ranks
 
-from collectives.errors import DistStoreError
+from collectives import (
+    CollectiveTimeoutError,
+    DistError,
+    DistStoreError,
+    GroupAbortedError,
+    PeerLostError,
+    QueueEmptyError,
+    UnsupportedOperationError,
+)
+from collectives.errors import DistBackendError
 from collectives.store import HashStore
 from collectives.store.joining import world_rendezvous
 from collectives.store.joining.agreement import join_group
 from collectives.store.joining.world_rendezvous import join_world
-from collectives.store.records import as_bytes, as_text, fields, read, written
+from collectives.store.records import (
+    Announcements,
+    as_bytes,
+    as_text,
+    error_of,
+    fetch_all,
+    fields,
+    next_key,
+    publish,
+    publish_all,
+    read,
+    record_of,
+    written,
+)
 
 SECRET = "a secret that all processes of this job share"
 RECORD = {"world": 3}
@@ -63,20 +87,7 @@ def test_texts_and_bytes_are_checked() -> None:
 
 
 def join_on_threads(store: HashStore, size: int) -> list[Any]:
-    results: list[Any] = [None] * size
-
-    def join(rank: int) -> None:
-        try:
-            results[rank] = join_world(store, rank, size, "host", LONG)[0]
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            results[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,), name=f"rank{rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return on_ranks(size, lambda rank: join_world(store, rank, size, "host", LONG)[0])
 
 
 def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +120,93 @@ def test_ranks_on_several_machines_need_a_secret(monkeypatch: pytest.MonkeyPatch
         assert isinstance(error, ValueError)
         assert "rank 0 and rank 1 run on different machines and have no job secret" in str(error)
         assert "export COLLECTIVES_SECRET_FILE=~/.collectives_secret" in str(error)
+
+
+CAUSE = DistError("ValueError: bad shard", 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PeerLostError("lost", 2, operation="barrier", sequence=4), PeerLostError),
+        (CollectiveTimeoutError("late", 1, missing_ranks=[1, 3], operation="all_reduce", sequence=1),
+         CollectiveTimeoutError),
+        (GroupAbortedError("aborted", 2, cause=CAUSE), GroupAbortedError),
+        (QueueEmptyError("empty"), DistStoreError),
+        (UnsupportedOperationError("no such thing"), DistBackendError),
+    ],
+)  # fmt: skip
+def test_an_error_comes_as_it_was_told(error: DistError, kind: type[DistError]) -> None:
+    told = error_of(json.loads(json.dumps(record_of(error))))
+    assert type(told) is kind
+    assert str(told) == str(error)
+    assert told.details() == error.details()
+    assert str(told.cause) == str(error.cause)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"kind": "SystemExit"}, {"rank": "0"}, {"rank": True}, {"missing_ranks": [None]}, {"missing_ranks": 3},
+     {"sequence": 1.5}, {"operation": None}, {"cause": "why"}],
+)  # fmt: skip
+def test_what_is_no_error_is_refused(spoilt: dict[str, Any]) -> None:
+    record = {**record_of(PeerLostError("lost", 2)), **spoilt}
+    with pytest.raises(ValueError, match="it has"):
+        error_of(record)
+
+
+class PoorStore(HashStore):
+    """A store that gets and sets one key at a time."""
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def multi_get(self, keys: Any) -> list[bytes]:
+        raise NotImplementedError
+
+    def multi_set(self, keys: Any, values: Any) -> None:
+        raise NotImplementedError
+
+
+def announce(store: HashStore, text: str) -> None:
+    publish(store, next_key(store, "news"), text)
+
+
+@pytest.mark.parametrize("kind", [HashStore, PoorStore])
+def test_records_are_told_once_with_their_numbers(kind: type[HashStore]) -> None:
+    store = kind()
+    news = Announcements(store, "news", 9)
+    assert news.new(as_text) == {}
+    announce(store, "a")
+    announce(store, "b")
+    assert news.new(as_text) == {1: "a", 2: "b"}
+    assert (news.new(as_text), news.counted) == ({}, 2)
+    later = Announcements(store, "news", 9, after=1)
+    assert later.new(as_text) == {2: "b"}
+
+
+def test_a_record_that_is_late_holds_up_no_other() -> None:
+    store = HashStore()
+    news = Announcements(store, "news", 9)
+    late = next_key(store, "news")
+    announce(store, "b")
+    assert (news.new(as_text), news.late) == ({2: "b"}, [1])
+    publish(store, late, "a")
+    assert (news.new(as_text), news.late) == ({1: "a"}, [])
+
+
+@pytest.mark.parametrize("count", [12, -1])
+def test_more_records_than_there_can_be_are_not_read(count: int) -> None:
+    store = HashStore()
+    news = Announcements(store, "news", 9, after=2)
+    store.add("news", count)
+    with pytest.raises(DistStoreError, match=f"'news' of the store counts {count} .* of at most 11"):
+        news.new(as_text)
+
+
+@pytest.mark.parametrize("kind", [HashStore, PoorStore])
+def test_many_records_of_any_store(kind: type[HashStore]) -> None:
+    store = kind()
+    publish_all(store, {})
+    publish_all(store, {"a": "1", "b": "2", "c": "3"})
+    assert fetch_all(store, ["c", "a", "b"], as_text) == ["3", "1", "2"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from threads import on_ranks
 
 from collectives import DistBackendError, HashStore
 from collectives.registry.backends import GroupOptions, create_group
@@ -26,17 +26,6 @@ class AddressStore(HashStore):
         return super().get(key)
 
 
-def on_threads(body: Callable[[int], str]) -> list[str]:
-    """Returns what three ranks return, each a thread named after it."""
-
-    def rank(number: int) -> str:
-        threading.current_thread().name = f"rank {number}"
-        return body(number)
-
-    with ThreadPoolExecutor(3) as ranks:
-        return list(ranks.map(rank, range(3)))
-
-
 ROUNDS = 20
 """Groups that are made: which of two ranks calls the other depends on the ports that the kernel deals out."""
 
@@ -51,7 +40,7 @@ def test_a_rank_may_leave_as_soon_as_its_group_is_made() -> None:
             left.set()
             return "left"
 
-        assert on_threads(leave) == ["left"] * 3
+        assert on_ranks(3, leave) == ["left"] * 3
 
 
 def test_a_rank_that_cannot_connect_tells_those_who_are_connected() -> None:
@@ -67,7 +56,7 @@ def test_a_rank_that_cannot_connect_tells_those_who_are_connected() -> None:
                 create_group("gloo", options)
             return str(caught.value)
 
-        first, second, third = on_threads(join)
+        first, second, third = on_ranks(3, join)
         assert "connected by Gloo: the address cannot be read" in second
         if "rank 1 failed with: the address cannot be read" in first + third:
             return
@@ -111,6 +100,6 @@ def test_with_a_secret_only_ranks_say_where_they_are(
             return str(error)
         return "joined"
 
-    told = on_threads(join)
+    told = on_ranks(3, join)
     shown = forged.removeprefix("gloo/")
     assert any(f"{shown}' is not proved by this process's job secret" in text for text in told), told

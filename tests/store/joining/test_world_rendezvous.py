@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as torch_dist
 from counted_store import CountedStore
+from threads import on_ranks, on_threads
 
 import collectives as dist
 from collectives.errors import DistStoreError
@@ -31,33 +31,9 @@ def join_world(*arguments: Any) -> str:
     return world_rendezvous.join_world(*arguments)[0]
 
 
-def on_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs each call on a thread; returns what they return or raise."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(number: int) -> None:
-        try:
-            results[number] = calls[number]()
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
-
-
 def world_of(store: Any, size: int, **different: int) -> list[Any]:
     """Lets ranks join; ``different`` has the sizes that single ranks give, as ``rank1=3``."""
-    return on_threads(
-        *(
-            lambda r=r: join_world(store, r, different.get(f"rank{r}", size), "x", LIMIT)  # type: ignore[misc]
-            for r in range(size)
-        )
-    )
+    return on_ranks(size, lambda r: join_world(store, r, different.get(f"rank{r}", size), "x", LIMIT))
 
 
 def one_world(joined: list[Any]) -> str:
@@ -128,7 +104,7 @@ def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
             join_world(store, rank, 2 + rank, "x", LIMIT)
         return join_world(store, rank, 2, "x", LIMIT)
 
-    one_world(on_threads(lambda: try_twice(0), lambda: try_twice(1)))
+    one_world(on_ranks(2, try_twice))
 
 
 def test_missing_ranks_are_named_to_those_who_came() -> None:
@@ -165,8 +141,8 @@ class PoorStore(dist.HashStore):
 
 def test_groups_need_no_more_of_a_store_than_every_store_has() -> None:
     store = PoorStore()
-    calls = [lambda r=r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT) for r in range(3)]  # type: ignore[misc]
-    assert on_threads(*calls) == [None] * 3
+    joined = on_ranks(3, lambda r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT))
+    assert joined == [None] * 3
 
 
 def test_parts_that_one_call_makes_do_not_wait_for_each_other() -> None:
@@ -197,29 +173,17 @@ def _join_once_asked(store: dist.HashStore, rank: int, members: list[int], reque
     join_group(store, "make/1", rank, members, request, LIMIT)
 
 
-class CountingStore(PrefixStore):
-    """Counts the keys that requests name, by thread."""
-
-    def __init__(self) -> None:
-        super().__init__("counted", dist.HashStore())
-        self.keys: Counter[int] = Counter()
-
-    def _key(self, key: str) -> str:
-        self.keys[threading.get_ident()] += 1
-        return super()._key(key)
-
-
 def test_what_a_member_asks_the_store_does_not_grow_with_their_number() -> None:
     most = []
     for size in (4, 24):
-        store = CountingStore()
-        everyone = range(size)
-        calls = [
-            lambda r=r: join_group(store, "make/1", r, everyone, "all", LIMIT, callers=everyone)  # type: ignore[misc]  # noqa: B023
-            for r in everyone
-        ]
-        assert on_threads(*calls) == [None] * size
-        most.append(max(store.keys.values()))
+        plain, everyone = dist.HashStore(), range(size)
+        stores = [CountedStore("counted", plain) for _ in everyone]
+
+        def join(rank: int, stores: Any = stores, everyone: Any = everyone) -> None:
+            join_group(stores[rank], "make/1", rank, everyone, "all", LIMIT, callers=everyone)
+
+        assert on_ranks(size, join) == [None] * size
+        most.append(max(store.take()[0] for store in stores))
     assert most[1] <= most[0] + 6, "more of the rare looks whether a member has died, where threads are slow"
 
 
@@ -244,11 +208,10 @@ def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own() -> None:
 
 def test_the_last_one_to_come_deletes_the_keys_of_a_group() -> None:
     store = dist.HashStore()
-    calls = [
-        lambda r=r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT, callers=range(3))  # type: ignore[misc]
-        for r in range(3)
-    ]
-    assert on_threads(*calls) == [None] * 3
+    joined = on_ranks(
+        3, lambda r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT, callers=range(3))
+    )
+    assert joined == [None] * 3
     assert store.num_keys() == 0
 
 
@@ -261,7 +224,7 @@ def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
 
     counts = []
     for _ in range(4):
-        assert on_threads(*(lambda r=r: live(r) for r in range(3))) == [None] * 3  # type: ignore[misc]
+        assert on_ranks(3, live) == [None] * 3
         counts.append(sum("leave" in key for key in store.list_keys()))
     assert counts == [3] * 4
 
@@ -269,9 +232,7 @@ def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
 def test_members_of_a_group_come_to_one_decision() -> None:
     store = dist.HashStore()
     requests = ["this", "this", "that"]
-    errors = on_threads(
-        *(lambda r=r: join_group(store, "make/1", r, range(3), requests[r], LIMIT) for r in range(3))  # type: ignore[misc]
-    )
+    errors = on_ranks(3, lambda r: join_group(store, "make/1", r, range(3), requests[r], LIMIT))
     for rank, error in enumerate(errors):
         assert isinstance(error, dist.CollectiveMismatchError)
         assert str(error).startswith(f"[rank {rank}] new_group: rank ")
@@ -374,8 +335,7 @@ def test_all_hear_of_what_no_rank_publishes_and_may_try_again(key: str) -> None:
     store.add("join/info", 1)
     store.set("join/info/1", "{}")
     store.set(key, "nonsense")
-    calls = [lambda r=r: join_world(store, r, 3, "x", LIMIT) for r in (0, 1)]  # type: ignore[misc]
-    for error in on_threads(*calls):
+    for error in on_ranks(2, lambda r: join_world(store, r, 3, "x", LIMIT)):
         assert isinstance(error, DistStoreError)
         assert "init_process_group: the store holds something unusable under 'join/" in str(error)
     assert store.check([f"join/call/{number}"])
