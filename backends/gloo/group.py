@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,7 +56,9 @@ from collectives.store import PrefixStore
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
-_CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
+_CAPABILITIES = Capabilities(devices=frozenset({"cpu", "cuda"}), reductions=REDUCTIONS)
+
+_is_cuda = operator.attrgetter("is_cuda")
 
 _PARTS_MAY_DIFFER = {
     ALL_GATHER, ALL_REDUCE_COALESCED, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER, REDUCE_SCATTER
@@ -109,6 +112,9 @@ class ProcessGroupGloo(ProcessGroup):
     are rounded at every step; NaN may get lost in MIN and MAX, which do not order zeros of both signs; AVG
     overflows where the sum does. float8 and PREMUL_SUM are computed in float32
     and rounded once.
+
+    **CUDA tensors** travel as copies on the host: a call waits for the device before it returns, and
+    ``wait()`` for the operation.
 
     **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give
     wrong values without an error; a message longer than the tensor that receives it ends the process.
@@ -164,11 +170,21 @@ class ProcessGroupGloo(ProcessGroup):
     # ---- collectives ---------------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Work:
-        """Issues a collective; one without elements is done at once."""
+        """Issues a collective: one without elements is done at once, one of CUDA tensors on copies."""
+        if call.operation is not ALL_REDUCE_COALESCED and any(map(_is_cuda, (*call.outputs, *call.inputs))):
+            return self._issue_on_host(call)
         if call.operation in _PARTS_MAY_DIFFER or call.tensor.numel():
             return super().issue(call)
         self._operation(call)
         return CompletedWork(call.outputs)
+
+    def _issue_on_host(self, call: Call) -> Work:
+        staged = dense_outputs(call.outputs, on_host=True)
+        inputs = [dense(tensor).cpu() for tensor in call.inputs]
+        work = self.issue(replace(call, outputs=staged.stand_ins, inputs=inputs))
+        if call.writes_on(self._rank):
+            return staged.finish(work, call.async_op)
+        return FinishingWork(work, lambda: None, call.outputs, call.async_op)
 
     def _all_reduce(self, call: Call) -> Work:
         tensor, operation = call.output, self._operation(call)

@@ -263,7 +263,7 @@ class Messages:
 
     def send(self, operation: Operation, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Sends a tensor."""
-        message = as_bytes(dense(tensor))
+        message = as_bytes(dense(tensor).cpu())
         if dst != self._rank:
             return self._start(operation, None, lambda inner: inner.send([message], dst, tag))
         self._owner.check_usable(operation)
@@ -288,7 +288,7 @@ class Messages:
             tag: its tag.
             limit: time limit of a message of this rank to itself.
         """
-        staged = dense_outputs([tensor])
+        staged = dense_outputs([tensor], on_host=True)
         into = as_bytes(staged.stand_ins[0])
         if src == self._rank or (src is None and (self._size == 1 or self._loopback.holds(tag))):
             owner = self._owner  # held until the message is there

@@ -66,7 +66,7 @@ class RoundRobinOptions(BackendOptions):
     Attributes:
         lanes: number of groups, at least 1.
         backend: backend of every one; any but ``"round_robin"``. Several names go to the lanes in turn; their
-            groups must take the same device types.
+            groups must have a device type in common.
         lane_options: its own options; with several names a dict from the names to those of each.
     """
 
@@ -168,7 +168,7 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
 
     Raises:
         TypeError: ``pg_options`` are something else.
-        ValueError: a field of them is out of its range, or the lanes differ in devices.
+        ValueError: a field of them is out of its range, or the lanes have no device type in common.
         DistBackendError: a lane could not be made; the message and ``.lane`` name it.
     """
     where = f"[rank {options.rank}] pg_options of the round_robin backend:"
@@ -217,11 +217,12 @@ def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRo
     down.
 
     Args:
-        groups: the lanes; their tensors' devices are those of the composition.
+        groups: the lanes; tensors may be on the devices that all of them take.
 
     Raises:
         TypeError: an entry is no :class:`~collectives.ProcessGroup`.
-        ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+        ValueError: there is none, one comes twice, they differ in rank or size, or have no device type
+            in common.
 
     Example:
         With 2 ranks::
@@ -257,7 +258,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     break nothing, nor do mismatches, unless an asynchronous barrier meets something else after more
     collectives were issued behind it.
 
-    **Lanes** may be of several kinds where they take the same device types; the composition offers what all
+    **Lanes** may be of several kinds where they have a device type in common; the composition offers what all
     of them can do. Sub-groups are compositions of their own, of groups of fewer ranks.
 
     Args:
@@ -268,7 +269,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
 
     Raises:
         TypeError: an entry is no :class:`~collectives.ProcessGroup`.
-        ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+        ValueError: there is none, one comes twice, they differ in rank or size, or have no device type
+            in common.
     """
 
     def __init__(
@@ -545,19 +547,26 @@ def _check(groups: Sequence[ProcessGroup]) -> None:
         for what, mine, expected in (
             ("rank", group.rank(), first.rank()),
             ("size", group.size(), first.size()),
-            ("devices", sorted(group.capabilities.devices), sorted(first.capabilities.devices)),
         ):
             if mine != expected:
                 raise ValueError(
-                    f"[rank {first.rank()}] the groups must be of the same ranks and devices, but {what} is "
-                    f"{expected} in group 0 ({first.group_name!r}) and {mine} in group {i} "
-                    f"({group.group_name!r})"
+                    f"[rank {first.rank()}] the groups must be of the same ranks, but {what} is {expected} "
+                    f"in group 0 ({first.group_name!r}) and {mine} in group {i} ({group.group_name!r})"
                 )
+    if not _devices([group.capabilities for group in groups]):
+        devices = {group.group_name: sorted(group.capabilities.devices) for group in groups}
+        raise ValueError(
+            f"[rank {first.rank()}] the groups must have a device type in common, but take {devices}"
+        )
+
+
+def _devices(parts: Sequence[Capabilities]) -> frozenset[str]:
+    return frozenset.intersection(*(part.devices for part in parts))
 
 
 def _of_lanes(parts: Sequence[Capabilities]) -> Capabilities:
     """Returns what a composition of groups with these capabilities can do."""
-    devices = sorted(parts[0].devices)
+    devices = sorted(_devices(parts))
     if len(devices) > 1:
         return by_device({device: _of_lanes([part.on(device) for part in parts]) for device in devices})
     everywhere, first = in_common(parts), parts[0]

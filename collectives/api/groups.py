@@ -680,6 +680,8 @@ def group_beside_torch(group: object, *, make: bool) -> ProcessGroup | None:
                 pg_options={"_threads": options._threads, "_devices": options._devices},
             ),
         )
+        if any(theirs._get_backend(one).name() != Backend.GLOO for one in theirs._device_types):
+            made = ProcessGroupByDevice({"cpu": made}, made.get_group_store())  # others are not Gloo's there
         _beside_torch[group] = made
     return made
 

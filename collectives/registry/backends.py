@@ -124,8 +124,8 @@ _specs: dict[str, BackendSpec] = {
     spec.name: spec
     for spec in (
         BackendSpec("host", ("cpu",), "collectives.backends.host"),
-        BackendSpec("gloo", ("cpu",), "collectives.backends.gloo"),
         BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
+        BackendSpec("gloo", ("cpu", "cuda"), "collectives.backends.gloo"),  # the latter by way of the host
         BackendSpec(
             "mpi",
             ("cpu", "cuda"),  # the latter where the MPI is CUDA-aware

@@ -74,6 +74,14 @@ def test_capabilities_are_those_that_all_lanes_have() -> None:
     assert can.operations == {"all_reduce", "barrier", "send", "recv", "recv_anysource"}
 
 
+def test_devices_are_those_in_common() -> None:
+    both = Recorder("x", devices=frozenset({"cpu", "cuda"}))
+    assert round_robin_process_groups([lanes()[0], both]).capabilities.devices == {"cpu"}
+    assert round_robin_process_groups([both, Recorder("y", devices=both.capabilities.devices)]).supports(
+        "all_reduce", device="cuda"
+    )
+
+
 def test_wrong_groups_are_refused() -> None:
     a, b, c = lanes()
     with pytest.raises(ValueError, match="empty"):
@@ -84,7 +92,7 @@ def test_wrong_groups_are_refused() -> None:
         round_robin_process_groups([a, Recorder("x", size=3)])
     with pytest.raises(ValueError, match=r"rank is 0 in group 0 .* and 1 in group 1"):
         round_robin_process_groups([a, Recorder("x", rank=1)])
-    with pytest.raises(ValueError, match=r"devices is \['cpu'\] in group 0 .* and \['cuda'\]"):
+    with pytest.raises(ValueError, match=r"in common, but take \{'a': \['cpu'\], 'x': \['cuda'\]\}"):
         round_robin_process_groups([a, Recorder("x", devices=frozenset({"cuda"}))])
     with pytest.raises(TypeError, match=r"entry 1 .* Loopback"):
         round_robin_process_groups([c, Loopback(0, 0)])

@@ -65,7 +65,7 @@ def test_configuration_maps_device_types() -> None:
         ("cpu:host:gloo", "is not"),
         ("cpu:", "is not"),
         ("host,cpu:gloo", "is not"),
-        ("cpu:gloo,meta:gloo", "gloo serves tensors on cpu, not on meta, which no backend serves"),
+        ("cpu:gloo,meta:gloo", "gloo serves tensors on cpu, cuda, not on meta, which no backend serves"),
         ("cpu:host,gpu:gloo", "not on gpu, which no backend serves"),
         ("cuda:host", "host serves tensors on cpu, not on cuda, which .*round_robin can serve"),
     ],
@@ -87,7 +87,8 @@ def test_availability() -> None:
     assert dist.is_backend_available("host")
     assert dist.is_backend_available("CPU:host") == dist.is_backend_available("cpu:host")
     assert dist.is_backend_available("cpu:GLOO") == dist.is_gloo_available()
-    assert not dist.is_backend_available("cpu:host,cuda:gloo")
+    assert dist.is_backend_available("cpu:host,cuda:gloo")
+    assert not dist.is_backend_available("cpu:gloo,cuda:host")
     assert not dist.is_backend_available("no_such_backend")
     assert not dist.is_ucc_available()
     assert not dist.is_xccl_available()
@@ -307,7 +308,7 @@ def specified(rank: int, size: int) -> None:
         ("spec_cpu", "cpu:spec_cpu", None),
         ("says_meta", "cpu:says_meta", None),
         ("cpu:spec_cpu,meta:spec_meta", "cpu:spec_cpu,meta:spec_meta", None),
-        ("round_robin", "cpu:round_robin", RoundRobinOptions(2, "spec_cpu")),
+        ("round_robin", "cpu:round_robin,cuda:round_robin", RoundRobinOptions(2, "spec_cpu")),  # as its lanes
     ):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, pg_options=options)
         assert dist.get_backend_config() == config

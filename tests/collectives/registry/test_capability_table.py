@@ -24,7 +24,7 @@ from collectives.registry.capability_table import (
 )
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guide/backends.md").read_text(encoding="utf-8")
-STATED = {"gloo": "cpu", "host": "cpu", "nccl": "cuda", "round_robin": "cpu"}
+STATED = {"gloo": {"cpu", "cuda"}, "host": {"cpu"}, "nccl": {"cuda"}, "round_robin": {"cpu"}}
 
 F32, I8, I16, BITS = torch.float32, torch.int8, torch.int16, torch.bits8
 ONE = Capabilities(
@@ -131,10 +131,10 @@ def test_what_parts_have_in_common() -> None:
 
 
 def test_backends_state_without_a_group() -> None:
-    for name, device in STATED.items():
+    for name, devices in STATED.items():
         stated = capabilities_of(name)
         assert stated is not None
-        assert stated.devices == {device}
+        assert stated.devices == devices
         assert {"SUM", "AVG", "PREMUL_SUM"} <= stated.reductions[torch.float32] <= set(REDUCTIONS)
 
 
@@ -148,9 +148,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     } in whole["statements"]  # fmt: skip
     assert main(["backends", "gloo", "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "gloo cpu reduce complex64 SUM AVG PREMUL_SUM" in {" ".join(line.split()) for line in lines}
-    assert len(lines) == 2 + (len(OPERATIONS) - 1) * len(data_types())
+    rows = {" ".join(line.split()) for line in lines}
+    for device in ("cpu", "cuda"):
+        assert f"gloo {device} reduce complex64 SUM AVG PREMUL_SUM" in rows
+    assert len(lines) == 3 + 2 * (len(OPERATIONS) - 1) * len(data_types())
     assert main(["backends", "host", "gloo", "--markdown"]) == 0
-    assert capsys.readouterr().out.startswith("| function | cpu:host | cpu:gloo |\n|---|")
+    assert capsys.readouterr().out.startswith("| function | cpu:host | cpu:gloo | cuda:gloo |\n|---|")
     assert main(["backends", "hots"]) == 1
     assert "unknown backend 'hots'; known are" in capsys.readouterr().err
