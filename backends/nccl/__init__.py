@@ -1,17 +1,17 @@
 """Process groups over NVIDIA's NCCL, for CUDA tensors.
 
-Inside: the process group, its Work and options, how operations become calls on streams, communicators, and
-failures; in ``library`` how NCCL is found and called, in ``device`` streams and events. Not here: the CPU.
+An operation goes from the ``group``, which by ``operations`` makes it copies and calls on streams of the
+``device`` and on ``communicators`` of the ``library`` that ``providers`` find, to its ``work``. A
+``watchdog`` looks after those ``in_flight``; ``failures`` have one first cause. Not here: the CPU.
 """
 
 from __future__ import annotations
 
+from collectives.backends.nccl import providers
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.operations.reductions import capabilities_on
-from collectives.backends.nccl.options import checked_options, option_names
+from collectives.backends.nccl.operations import capabilities_on
+from collectives.backends.nccl.options import NcclConfig, checked_options, option_names
 from collectives.core.capabilities import Capabilities
 from collectives.registry.backends import GroupOptions
 

@@ -1,9 +1,16 @@
-"""The communicators of a group: how they are made and split.
+"""The communicators of a group: how they are made, split, and ended.
 
 Collectives use one communicator of all ranks for each device. Messages use one for each pair of ranks that
 exchange any, which no other rank takes part in making, or one for each direction where the user asks for it.
 All are made when first used, that of all ranks at once where the process is bound to a device. Both ends of a
 message choose the same one, whatever was made before.
+
+They end in order, together with the other ranks, or at once, but always all in one group of calls, and their
+streams are given back. The abort of one frees memory, which waits for all kernels on the device, and those of
+another communicator may wait for other ranks for ever: in a group, NCCL stops all of them before it frees
+anything. It spins while there is a CUDA graph with operations of a communicator, so that an end runs on a
+thread of its own. The one for the abort begins with the first communicator, because none can begin while the
+interpreter ends.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,15 +28,18 @@ from functools import partial
 import torch
 
 from collectives.backends.nccl.device import CudaDevice, Stream
-from collectives.backends.nccl.ends import Ends
-from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclDataType, NcclError
-from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
-from collectives.backends.nccl.operations.replays import Replays
-from collectives.backends.nccl.options import Options
+from collectives.backends.nccl.failures import Failures
+from collectives.backends.nccl.in_flight import Replays
+from collectives.backends.nccl.library import (
+    UNIQUE_ID_BYTES,
+    Communicator,
+    NcclDataType,
+    NcclError,
+    NcclLibrary,
+)
+from collectives.backends.nccl.options import NcclConfig, Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import CollectiveTimeoutError, DistBackendError
-from collectives.logs import Log
 from collectives.threads import start_thread
 
 __all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture"]
@@ -37,6 +47,10 @@ __all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture
 _BYTE = NcclDataType.UINT8
 _CHECK_SECONDS = 1.0
 """How often a rank looks after the others while it waits for them in NCCL."""
+
+_END_SECONDS = 10.0
+"""How long the end of a group waits for NCCL, which waits for ranks that do not end the group, and while
+there is a CUDA graph with operations of it."""
 
 
 def connects_in_capture(what: str) -> DistBackendError:
@@ -64,46 +78,41 @@ class Pair:
 
 
 class Communicators:
-    """Makes communicators and keeps them.
+    """Makes communicators, keeps them and ends them.
 
     Attributes:
-        ends: ends them.
         made: those of all ranks.
         connected: those that operations were issued on, which made their connections.
+        over: set when all have been aborted.
 
     Args:
         library: NCCL.
         rendezvous: brings the ranks together before a communicator is made.
-        rank: this rank.
-        size: number of ranks.
         options: the user's choices.
-        where: rank and group, to stand in front of a message.
-        refuse: raises if the group has ended.
+        failures: tells whether the group has ended.
     """
 
     def __init__(
-        self,
-        library: NcclLibrary,
-        rendezvous: Rendezvous,
-        rank: int,
-        size: int,
-        options: Options,
-        where: str,
-        log: Log,
-        refuse: Callable[[], None],
+        self, library: NcclLibrary, rendezvous: Rendezvous, options: Options, failures: Failures
     ) -> None:
         self._library = library
         self._rendezvous = rendezvous
-        self._rank = rank
-        self._size = size
+        self._rank = failures.rank
+        self._size = failures.size
         self._options = options
-        self._where = where
-        self._refuse = refuse
+        self._failures = failures
+        self._where = failures.where
         self._making: dict[object, threading.Lock] = {}
         self.made: dict[CudaDevice, StreamedCommunicator] = {}
         self._pairs: dict[tuple[CudaDevice, int], Pair] = {}
-        self.ends = Ends(library, log)
         self.connected: set[StreamedCommunicator] = set()
+        self._all: list[tuple[CudaDevice, Communicator]] = []
+        self._streams: list[tuple[CudaDevice, Stream]] = []
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._asked = threading.Event()
+        self.over = threading.Event()
+        self._deadline = 0.0
 
     def all_ranks(self, device: CudaDevice, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
@@ -173,17 +182,9 @@ class Communicators:
         if config is not None:
             self._check(config, what)
         self._rendezvous.broadcast("split", range(self._size), what, limit, lambda: b"")
-        try:
-            with device.activate(), device.issuing.turn(parent):
-                return self._in_time(
-                    device,
-                    lambda: parent.communicator.split(color, key, config),
-                    what,
-                    range(self._size),
-                    limit,
-                )
-        except (NcclError, ValueError) as error:
-            raise DistBackendError(f"{self._where} {what}: {error}") from error
+        split = partial(parent.communicator.split, color, key, config)
+        with device.activate(), device.issuing.turn(parent):
+            return self._in_time(device, split, what, range(self._size), limit)
 
     def _connect(self, device: CudaDevice, pair: Pair) -> None:
         """Connects both directions; both ranks are here.
@@ -195,7 +196,7 @@ class Communicators:
         peer = 1 - out.communicator.rank
         with device.issuing.turn(out, into), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
-            with self._library.group():
+            with self._library.group:
                 out.communicator.send(given.data_ptr(), 1, _BYTE, peer, out.stream)
                 into.communicator.recv(got.data_ptr(), 1, _BYTE, peer, into.stream)
             for one, used in ((out, given), (into, got)):
@@ -211,7 +212,8 @@ class Communicators:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _with_stream(self, device: CudaDevice, communicator: Communicator) -> StreamedCommunicator:
-        stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
+        stream = device.take_stream(self._options.is_high_priority_stream)
+        self._streams.append((device, stream))
         return StreamedCommunicator(communicator, stream, Replays(device))
 
     def _make(
@@ -223,7 +225,7 @@ class Communicators:
         if device.capturing():
             self._rendezvous.note_refusal()
             raise connects_in_capture(f"{self._where} {what}")
-        self._refuse()
+        self._failures.refuse("making a communicator")
         self._check(self._options.config, what)
 
         def identifiers() -> bytes:
@@ -238,14 +240,11 @@ class Communicators:
             )
         own = ranks.index(self._rank)
         made = []
-        try:
-            for identifier in (value[n * width :][:width] for n in range(count)):
-                init = partial(self._library.init, identifier, len(ranks), own, self._options.config)
-                new = self._in_time(device, init, what, ranks, limit)
-                assert new is not None  # noqa: S101
-                made.append(self._keep(device, new))
-        except (NcclError, ValueError) as error:
-            raise DistBackendError(f"{self._where} {what}: {error}") from error
+        for identifier in (value[n * width :][:width] for n in range(count)):
+            init = partial(self._library.init, identifier, len(ranks), own, self._options.config)
+            new = self._in_time(device, init, what, ranks, limit)
+            assert new is not None  # noqa: S101
+            made.append(self._keep(device, new))
         return made
 
     def _in_time(
@@ -288,15 +287,97 @@ class Communicators:
         except BaseException:
             made.add_done_callback(end)
             raise
-        return made.result()
+        try:
+            return made.result()
+        except (NcclError, ValueError) as error:
+            raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _keep(self, device: CudaDevice, communicator: Communicator) -> Communicator:
         """Notes a communicator, to be ended with the group; ends it here if the group ended meanwhile."""
         try:
-            self.ends.add(device, communicator)
-            self._refuse()
+            with self._starting:
+                if self._thread is None:
+                    self._thread = start_thread(self._abort_when_asked, "nccl abort")
+                self._all.append((device, communicator))
+            self._failures.refuse("making a communicator")
         except BaseException:
             with device.activate():
                 communicator.abort()
             raise
         return communicator
+
+    # ---- ends ----------------------------------------------------------------------------------------------
+
+    def open(self) -> list[Communicator]:
+        """Returns the communicators that have not been ended."""
+        return [one for _, one in self._all if not one.ended]
+
+    def begin_abort(self) -> None:
+        """Lets the abort of all communicators begin; does not wait."""
+        self._deadline = self._deadline or time.monotonic() + _END_SECONDS
+        self._asked.set()
+
+    def abort(self) -> None:
+        """Ends all communicators at once; operations under way stop.
+
+        What has not ended after ten seconds is left behind with a warning, and ends when it can. A further
+        call waits for the rest of the ten seconds only.
+        """
+        self.begin_abort()
+        if self._all and not self.over.wait(max(0.0, self._deadline - time.monotonic())):
+            self._failures.log.warning(
+                "NCCL has not aborted the group's communicators after %g s, and they are left behind; let "
+                "go of CUDA graphs with operations of the group before the group ends",
+                _END_SECONDS,
+            )
+
+    def destroy(self) -> None:
+        """Ends all communicators, whose operations are done, together with the other ranks."""
+        end = partial(self._end_all, "ending", Communicator.destroy)
+        try:
+            thread = start_thread(end, "nccl destroy")
+        except DistBackendError:  # the interpreter ends
+            self.abort()
+            return
+        thread.join(_END_SECONDS)
+        if thread.is_alive():
+            self._failures.log.warning(
+                "NCCL has not ended its communicators after %g s, and is left behind; call "
+                "destroy_process_group() on all ranks, of several groups in one order, and before it let go "
+                "of CUDA graphs with the group's operations",
+                _END_SECONDS,
+            )
+            return
+        self._asked.set()  # nothing is left to abort; the thread gives the streams back, and ends
+
+    def _abort_when_asked(self) -> None:
+        self._asked.wait()
+        self._end_all("aborting", Communicator.abort)
+        self.over.set()
+        # Not before: who waits for the end may have been interrupted, by the garbage collector, while it took
+        # a stream.
+        while self._streams:
+            with suppress(RuntimeError):  # the device has met an error, and nobody takes a stream any more
+                device, stream = self._streams.pop()
+                device.give_back(stream, self._options.is_high_priority_stream)
+
+    def _end_all(self, what: str, end: Callable[[Communicator], None]) -> None:
+        communicators = list(self._all)
+        if not communicators:
+            return
+        try:
+            # Without a device of the group, the thread would open a context on the first one.
+            with communicators[0][0].activate(), self._library.group:
+                for device, one in communicators:
+                    with device.activate():
+                        self._end(what, one, end)
+        except Exception as error:  # noqa: BLE001 - also what a device says that has met an error
+            self._failures.log.warning("%s the communicators failed: %s", what, error)
+
+    def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:
+        try:
+            end(communicator)
+        except Exception as error:  # noqa: BLE001 - a provider's own errors, too: the others must be ended
+            self._failures.log.warning(
+                "%s a communicator of %d ranks failed: %s", what, communicator.size, error
+            )

@@ -25,8 +25,8 @@ from collectives.backends._shared.exit_reasons import (
 )
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
-from collectives.backends.nccl.operations.in_flight import PendingOperation
+from collectives.backends.nccl.in_flight import PendingOperation
+from collectives.backends.nccl.library import NcclError, NcclStatus
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 from collectives.logs import Log
 from collectives.store.prefix import PrefixStore
@@ -61,14 +61,18 @@ class Failures:
 
     Args:
         store: the group's store.
-        rank: this rank.
-        size: number of ranks.
-        where: rank and group, to stand in front of a message.
+        rank: the attribute.
+        size: the attribute.
+        where: the attribute.
         ending: fails all pending operations and stops NCCL; entered once, with the cause, and left when the
             other ranks have been told, as NCCL may take its time.
-        log: the group's; the cause goes there at once, as nobody may ask for it.
+        log: the attribute; the cause goes there at once, as nobody may ask for it.
 
     Attributes:
+        rank: this rank.
+        size: number of ranks.
+        log: the group's.
+        where: rank and group, to stand in front of a message.
         over: whether the group has ended, and :meth:`refuse` raises.
     """
 
@@ -83,12 +87,12 @@ class Failures:
     ) -> None:
         self._store = store
         self._liveness = Liveness(PrefixStore("liveness", store), rank, size)
-        self._rank = rank
-        self._size = size
-        self._where = where
+        self.rank = rank
+        self.size = size
+        self.where = where
         self._asking = BoundedCalls("nccl store")
         self._ending = ending
-        self._log = log
+        self.log = log
         self._lock = threading.RLock()
         self._cause: DistError | None = None
         self._left: str | None = None
@@ -103,9 +107,9 @@ class Failures:
         """
         cause = self._cause
         if cause is not None:
-            refuse_broken(f"{self._where} {what}:", cause, self._left is not None)
+            refuse_broken(f"{self.where} {what}:", cause, self._left is not None)
         if self._left is not None:
-            raise GroupAbortedError(f"{self._where} {what}: {self._left}")
+            raise GroupAbortedError(f"{self.where} {what}: {self._left}")
 
     @property
     def cause(self) -> DistError | None:
@@ -120,7 +124,7 @@ class Failures:
             self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
             self.over = True
         if aborts:
-            self._break(*aborted_by(self._where, self._rank))
+            self._break(*aborted_by(self.where, self.rank))
         return True
 
     def publish_shutdown(self) -> None:
@@ -129,7 +133,7 @@ class Failures:
 
     def stopped_error(self, operation: Operation, cause: DistError) -> DistError:
         """Returns the error of an operation that the end of the group stopped."""
-        return stopped_by(f"{self._where} {operation}:", cause)
+        return stopped_by(f"{self.where} {operation}:", cause)
 
     def call_failed(self, pending: PendingOperation, error: Exception) -> Exception:
         """Returns what to raise for a call of NCCL that failed; it breaks the group."""
@@ -137,12 +141,12 @@ class Failures:
             if pending.error is None and self._cause is not None:
                 pending.fail(self.stopped_error(pending.operation, self._cause))
         if pending.error is None:
-            self._fail(pending, f"{self._where} {pending.operation}:", error)
+            self._fail(pending, f"{self.where} {pending.operation}:", error)
         return pending.error or error
 
     def communicator_failed(self, pending: PendingOperation | None, error: NcclError) -> None:
         """Breaks the group after a communicator has met an error."""
-        what = f"{self._where} " + ("the communicator:" if pending is None else f"{pending.operation}:")
+        what = f"{self.where} " + ("the communicator:" if pending is None else f"{pending.operation}:")
         self._fail(pending, what, error)
 
     def expire(self, pending: PendingOperation) -> None:
@@ -150,10 +154,14 @@ class Failures:
         if pending.error is not None or self._cause is not None:
             return
         operation = pending.limited
-        missing, elsewhere = self._ranks_elsewhere(operation)
+        try:
+            missing, elsewhere = self._ask(lambda: self._find_elsewhere(operation))
+        except TimeoutError:
+            missing = []
+            elsewhere = "The store does not answer, so that nobody knows what the other ranks wait in"
         hint = _MEETING_MESSAGES if operation.name in _MESSAGES else ""
         expired = CollectiveTimeoutError(
-            f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
+            f"{self.where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
             f"{elsewhere}{hint}",
             missing[0] if missing else -1,
             missing_ranks=missing,
@@ -163,17 +171,23 @@ class Failures:
 
     def publish_waiting(self, pending: PendingOperation | None) -> None:
         """Tells the others which operation of this rank is slow, or that none is any more."""
-        key = f"waiting/{self._rank}"
+        key = f"waiting/{self.rank}"
         text = "" if pending is None else str(pending.operation)
         with contextlib.suppress(Exception):
             self._ask(lambda: publish(self._store, key, text))
 
-    def check_peers(self, pending: PendingOperation | None, needed: Collection[int]) -> None:
+    def check_missing(self, missing: Collection[int]) -> None:
+        """Raises if the group has ended, or has to because ranks will not come to a communicator."""
+        self.check_peers(None, missing)
+        if self._cause is not None:
+            raise self._cause
+
+    def check_peers(self, pending: PendingOperation | None, needed: Collection[int] | None) -> None:
         """Breaks the group if another rank is gone or has given up.
 
         Args:
             pending: the operation that waits.
-            needed: the ranks that it needs.
+            needed: the ranks that it needs; ``None`` for all.
         """
         try:
             found = self._ask(self._liveness.poll_lost)
@@ -183,13 +197,13 @@ class Failures:
             return
         if found.reason is None:
             now = time.monotonic()
-            if found.rank not in needed:
+            if needed is not None and found.rank not in needed:
                 return
             if self._shut_down_seen is None:
                 self._shut_down_seen = now
             if now - self._shut_down_seen < _SHUT_DOWN_SECONDS:
                 return
-        what = f"{self._where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
+        what = f"{self.where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
         self._break(blamed(what, found, _about(pending)), None, pending, found)
 
     def lost_ranks(self) -> list[int]:
@@ -202,7 +216,7 @@ class Failures:
     def break_for(self, cause: DistError) -> None:
         """Breaks the group for what broke another one of the same ranks."""
         if self._left is None:
-            self._break(cause, None, lost=departure_of(cause, self._rank))
+            self._break(cause, None, lost=departure_of(cause, self.rank))
 
     def _ask(self, function: Callable[[], _T]) -> _T:
         """Returns what the store answers.
@@ -212,19 +226,13 @@ class Failures:
         """
         return self._asking(function, _STORE_SECONDS)
 
-    def _ranks_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
-        """Returns which ranks had not come, and what each waits in; as far as they published it."""
-        try:
-            return self._ask(lambda: self._find_elsewhere(operation))
-        except TimeoutError:
-            return [], "The store does not answer, so that nobody knows what the other ranks wait in"
-
     def _find_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
+        """Returns which ranks had not come, and what each waits in; as far as they published it."""
         lines, missing = [], []
         # All who wait in it have said so by then, and nobody leaves it before all have come.
         tells = operation.timeout.total_seconds() > _TOLD_SECONDS and operation.needs_all
-        for rank in range(self._size):
-            if rank == self._rank:
+        for rank in range(self.size):
+            if rank == self.rank:
                 continue
             text = ""
             with contextlib.suppress(Exception):
@@ -247,8 +255,8 @@ class Failures:
             self._break(blamed(what, found, about), None, pending, found)
             return
         name = "a call" if pending is None else f"its {pending.operation.short}"
-        reason = DistBackendError(f"{name} failed: {error}", self._rank, **about)
-        self._break(DistBackendError(f"{what} {error}", self._rank, **about), reason, pending)
+        reason = DistBackendError(f"{name} failed: {error}", self.rank, **about)
+        self._break(DistBackendError(f"{what} {error}", self.rank, **about), reason, pending)
 
     def _break(
         self,
@@ -273,7 +281,7 @@ class Failures:
             if pending is not None and pending.error is None:
                 pending.fail(cause)
         if self._left is None:
-            self._log.error("the group is broken: %s", str(cause).removeprefix(f"{self._where} "))
+            self.log.error("the group is broken: %s", str(cause).removeprefix(f"{self.where} "))
         with self._ending(cause):
             if lost is not None:
                 self._liveness.publish_lost(lost)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -13,31 +17,71 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
-from collectives.backends.nccl.communicators import Communicators
-from collectives.backends.nccl.device import CudaDevice, Event
-from collectives.backends.nccl.device.used import UsedDevices
-from collectives.backends.nccl.ends import Ends
+from collectives.backends.nccl.communicators import (
+    Communicators,
+    StreamedCommunicator,
+    connects_in_capture,
+)
+from collectives.backends.nccl.device import CudaDevice, Event, Stream, UsedDevices
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.in_flight import PendingOperation, has_ended, pause
+from collectives.backends.nccl.library import Communicator, NcclError, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
-from collectives.backends.nccl.operations import nccl_calls
-from collectives.backends.nccl.operations.enqueue import Enqueuer, Request
-from collectives.backends.nccl.operations.in_flight import PendingOperation, has_completed, has_ended, pause
-from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on
-from collectives.backends.nccl.options import Options, checked_options
+from collectives.backends.nccl.operations import FLOAT8_VERSION, CallSequence, capabilities_on
+from collectives.backends.nccl.options import NcclConfig, Options, checked_options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
+from collectives.backends.nccl.work import KeptBack, NcclWork
 from collectives.core.arguments.staging import clusters, dense_outputs
+from collectives.core.arguments.validation import fail
 from collectives.core.capabilities import Capabilities
 from collectives.core.host_copies import HostCopy
-from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
-from collectives.core.work import CoalescedWork, Work
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS, Call
+from collectives.core.recording.flight_record import RecordedOperation
+from collectives.core.work import CoalescedWork, CompletedWork, Work
 from collectives.errors import DistError
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupNCCL"]
+
+
+_Direction = tuple[int | None, int | None]
+"""The other rank of messages, ``None`` for collectives, and the sender where that is it."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """An operation that a member has called.
+
+    Attributes:
+        operation: what messages say about it.
+        device: the device of its tensors.
+        add: the method of a :class:`CallSequence` that adds its copies and calls of NCCL.
+        given: what that takes: the call of a collective, or the tensor that is sent or received.
+        outputs: its outputs.
+        async_op: whether it runs apart from the current stream.
+        peer: the other rank of a message; ``None`` for a collective.
+        source: the sender of a receive.
+        blocks: whether its Work's ``wait`` blocks the host.
+    """
+
+    operation: Operation
+    device: CudaDevice
+    add: Callable[[CallSequence, Any], None]
+    given: Call | torch.Tensor
+    outputs: Sequence[torch.Tensor]
+    async_op: bool = True
+    peer: int | None = None
+    source: int | None = None
+    blocks: bool = False
+
+
+_ADDS = {operation: getattr(CallSequence, operation.handler) for operation in OPERATIONS}
+"""What adds each collective to a sequence."""
+
+_Placed = dict[StreamedCommunicator, list[_Request]]
+"""The requests by where they go."""
 
 
 class ProcessGroupNCCL(ProcessGroup):
@@ -105,10 +149,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._connect(options.store, options.split_from)
 
     def _connect(self, store: Any, parent: ProcessGroup | None = None) -> None:
-        log = Log().of(self)
-        watchdog = self._watchdog = Watchdog(self, f"nccl watchdog {self._group_name}", log)
-        where, rank, size = self.where(), self._rank, self._size
-
+        # Nothing of this may keep the group alive: communicators and watchdog outlive it.
         @contextmanager
         def ending(cause: DistError) -> Iterator[None]:
             """Fails all pending operations and stops NCCL, which has ended after the ``with`` block.
@@ -116,34 +157,31 @@ class ProcessGroupNCCL(ProcessGroup):
             Of these connections, whatever the group has by then.
             """
             for pending in watchdog.pending():
-                if pending.error is None and not has_completed(pending):
+                if not has_ended(pending):
                     pending.fail(failures.stopped_error(pending.operation, cause))
             loopback.clear()
-            communicators.ends.begin_abort()
+            communicators.begin_abort()
             yield
-            communicators.ends.abort()
+            communicators.abort()
 
-        failures = self._failures = Failures(store, rank, size, where, ending, log)
-        # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
-        this = weakref.proxy(self)
-        # A proxy's method would be a strong reference, hence the lambdas.
-        self._rendezvous = Rendezvous(store, rank, where, lambda missing: this._check_missing(missing))  # noqa: PLW0108
+        failures = self._failures = Failures(
+            store, self._rank, self._size, self.where(), ending, Log().of(self)
+        )
+        self._rendezvous = Rendezvous(store, self._rank, failures.where, failures.check_missing)
         communicators = self._communicators = Communicators(
-            self._library,
-            self._rendezvous,
-            rank,
-            size,
-            self.options,
-            where,
-            log,
-            lambda: this._refuse_to_connect(),  # noqa: PLW0108
+            self._library, self._rendezvous, self.options, failures
         )
-        loopback = self._loopback = Loopback(this)
-        self._enqueuer = Enqueuer(
-            self._library, communicators, loopback, failures, watchdog, self, self.options.waits_block
-        )
+        watchdog = Watchdog(failures, communicators, f"nccl watchdog {self._group_name}")
+        self._watchdog = watchdog
+        loopback = self._loopback = Loopback()
+        self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
+        self._unreleased: dict[tuple[Stream, ...], deque[PendingOperation]] = {}
+        self._releasing = threading.Lock()
+        self._region = _Region()
+        self._blocking = self.options.waits_block
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
-        self._finalizer = weakref.finalize(self, _let_go, communicators.ends, watchdog)
+        self._finalizer = weakref.finalize(self, _let_go, communicators, watchdog)
         bound, self._bound = self._bound, None
         if bound is not None:
             self._bind_device(bound, parent)
@@ -187,18 +225,11 @@ class ProcessGroupNCCL(ProcessGroup):
             device = self._devices.for_barrier(call.device, self._global_ranks[self._rank])
         else:
             device = self._devices[call.tensor.device]
-        operation = self._operation(
-            kind.offered_as, 0, call.shown, call.timeout or self._timeout, call.detail
-        )
-        return self._enqueuer.submit(
-            Request(
-                operation,
-                device,
-                partial(nccl_calls.COLLECTIVES[kind], call=call),
-                call.outputs,
-                async_op=call.async_op,
-                blocks=kind is BARRIER,
-            )
+        limit = call.timeout or self._timeout
+        operation = self._operation(kind.offered_as, 0, call.shown, limit, call.detail)
+        blocks = kind is BARRIER
+        return self._submit(
+            _Request(operation, device, _ADDS[kind], call, call.outputs, call.async_op, blocks=blocks)
         )
 
     def is_stream_ordered(self, device: torch.device) -> bool:
@@ -225,12 +256,12 @@ class ProcessGroupNCCL(ProcessGroup):
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Enqueues the operations that this thread issues inside as one, at the end."""
-        with self._enqueuer.coalescing():
+        with self._coalescing():
             yield
 
     def _issue_together(self, issue: Callable[[], list[Work]]) -> Work:
         """Returns one Work for what ``issue`` issues, so that one wait serves it; see the base class."""
-        with self._enqueuer.coalescing() as whole:
+        with self._coalescing() as whole:
             works = issue()
         return whole[0] if whole else CoalescedWork(works)
 
@@ -238,16 +269,302 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
         operation = self._operation("send", 0, [tensor], self._timeout, f"to rank {dst}")
-        add_calls = partial(nccl_calls.send, tensor=tensor)
-        request = Request(operation, self._devices[tensor.device], add_calls, (), peer=dst, message=tensor)
-        return self._enqueuer.submit(request)
+        device = self._devices[tensor.device]
+        return self._submit(_Request(operation, device, CallSequence.send, tensor, (), peer=dst))
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
         operation = self._operation("recv", 0, [tensor], self._timeout, f"from rank {src}")
-        add_calls = partial(nccl_calls.receive, tensor=tensor)
         device = self._devices[tensor.device]
-        request = Request(operation, device, add_calls, [tensor], peer=src, source=src, message=tensor)
-        return self._enqueuer.submit(request)
+        return self._submit(
+            _Request(operation, device, CallSequence.receive, tensor, [tensor], peer=src, source=src)
+        )
+
+    # ---- enqueueing ----------------------------------------------------------------------------------------
+
+    def _submit(self, request: _Request) -> Work:
+        """Enqueues a request, or keeps it back in the coalescing region that is open on this thread."""
+        if self._failures.over:
+            self._failures.refuse(request.operation)
+        kept = self._region.kept
+        if kept is None:
+            return self._enqueue([request])
+        held = KeptBack(request.operation.name, request.device)
+        work = NcclWork(self, self._failures, held, request.outputs, source=request.source)
+        kept.append((request, work))
+        return work
+
+    @contextmanager
+    def _coalescing(self) -> Iterator[list[Work]]:
+        """Keeps requests of this thread back, enqueues them as one at the end, and drops them after an error.
+
+        Yields:
+            A list that holds the Work of the whole after the end; for an inner region, which belongs to the
+            outer one, it stays empty.
+
+        Raises:
+            ValueError: the requests are on different devices.
+        """
+        if self._region.kept is not None:
+            yield []
+            return
+        kept = self._region.kept = []
+        result: list[Work] = []
+        try:
+            yield result
+        finally:
+            self._region.kept = None
+        if not kept:
+            result.append(CompletedWork())
+            return
+        whole = self._enqueue([request for request, _ in kept])
+        for _, work in kept:
+            work.bind(whole)
+        result.append(whole)
+
+    def _enqueue(self, requests: list[_Request]) -> NcclWork:
+        first = requests[0]
+        device = first.device
+        if not device.is_current():
+            with device.activate():
+                return self._enqueue(requests)
+        outputs: list[torch.Tensor] = []
+        blocks, on_current = self._blocking, True
+        directions: dict[_Direction, list[_Request]] = {}
+        for request in requests:
+            if request.device is not device:
+                named = ", ".join(sorted({str(request.device.device) for request in requests}))
+                why = f"operations that start together are on several devices: {named}"
+                fail(self, request.operation.name, why)
+            outputs += request.outputs
+            blocks = blocks or request.blocks
+            on_current = on_current and not request.async_op
+            directions.setdefault((request.peer, request.source), []).append(request)
+        captured = device.is_capturing(device.current_stream())
+        if not captured:
+            self._release_completed()
+        own: tuple[list[_Request], list[_Request]] | None = None
+        if first.peer is not None or len(requests) > 1:
+            own = directions.pop((self._rank, None), []), directions.pop((self._rank, self._rank), [])
+        peers = None
+        if (None, None) not in directions:
+            peers = frozenset(peer for peer, _ in directions if peer is not None)
+        placed = self._placed(directions, captured)
+        turn = device.issuing.begin(list(placed))
+        try:
+            if self._failures.over:
+                self._failures.refuse(first.operation)
+            pending = self._issue(requests, placed, own, peers, on_current, captured)
+        finally:
+            device.issuing.end(turn)
+        with self._releasing:
+            self._unreleased.setdefault(pending.streams, deque()).append(pending)
+        source = first.source if len(requests) == 1 else None
+        return NcclWork(self, self._failures, pending, outputs, blocks, source)
+
+    def _note_failure(self, pending: PendingOperation, error: BaseException) -> None:
+        """Fails an operation that was not issued.
+
+        Raises:
+            Exception: for an error of NCCL, which breaks the group.
+        """
+        if isinstance(error, NcclError):
+            failure = self._failures.call_failed(pending, error)
+            pending.fail(failure)
+            raise failure from error
+        if pending.error is None:
+            pending.fail(RuntimeError(f"{pending.operation}: not issued, because {error}"))
+
+    @contextmanager
+    def _connecting(self, request: _Request, peer: int) -> Iterator[None]:
+        """Watches the calls that connect this rank with another one for a message; they may block."""
+        request.operation.number = next(self._message_numbers)
+        pending = PendingOperation([request.operation], request.device, frozenset({peer}), False)
+        self._watchdog.watch(pending)
+        try:
+            yield
+            pending.issued(None, (), [])
+        except BaseException as error:
+            self._note_failure(pending, error)
+            raise
+
+    def _placed(self, directions: dict[_Direction, list[_Request]], captured: bool) -> _Placed:
+        """Returns the communicator of each direction; makes missing ones in an order that all ranks keep.
+
+        Raises:
+            DistBackendError: one has no connections, and a capture is under way.
+        """
+        placed: _Placed = {}
+        ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
+        for (peer, source), requests in ordered:
+            device, limit = requests[0].device, requests[0].operation.timeout
+            if len(requests) > 1:
+                limit = min(request.operation.timeout for request in requests)
+            if peer is None:
+                made = self._communicators.made.get(device)
+                chosen = made or self._communicators.all_ranks(device, limit)
+            else:
+                pair = self._communicators.pair(
+                    device, peer, limit, partial(self._connecting, requests[0], peer)
+                )
+                chosen = pair.outgoing if source is None else pair.incoming
+            if not captured:
+                self._communicators.connected.add(chosen)
+            elif chosen not in self._communicators.connected:
+                raise connects_in_capture(
+                    f"{self._failures.where} {requests[0].operation}: the connections that it has to make"
+                )
+            placed[chosen] = placed[chosen] + requests if chosen in placed else requests
+        return placed
+
+    def _order(self, item: tuple[_Direction, list[_Request]]) -> tuple[int, int]:
+        peer, own = item[0][0], self._rank
+        return (-1, -1) if peer is None else (min(own, peer), max(own, peer))
+
+    def _issue(
+        self,
+        requests: list[_Request],
+        placed: _Placed,
+        own: tuple[list[_Request], list[_Request]] | None,
+        peers: frozenset[int] | None,
+        on_current: bool,
+        captured: bool,
+    ) -> PendingOperation:
+        """Puts requests on their streams, or on the current one; at this thread's turn.
+
+        Operations get their numbers here. Those that a rank refuses, or that not all ranks have come to,
+        count nowhere, so that the numbers of the ranks stay in step.
+
+        Args:
+            requests: all of them.
+            placed: those of NCCL.
+            own: messages of this rank to itself, those sent and those received.
+            peers: the ranks that they need; ``None`` for all.
+            on_current: whether all go to the current stream.
+            captured: whether that is being captured.
+        """
+        device = requests[0].device
+        current = device.current_stream()
+        refused: NcclError | None = None
+        sequences: list[CallSequence] = []
+        kept: list[torch.Tensor] = []
+        try:
+            self._prepare(device, placed, current, on_current, sequences)
+        except NcclError as error:
+            refused = error
+        streams: dict[Stream, None] = {}  # in order, each once
+        for sequence in sequences:
+            streams[sequence.stream] = None
+        if own is not None and any(own):
+            sent, received = (
+                [one.given for one in some if isinstance(one.given, torch.Tensor)] for some in own
+            )
+            self._loopback.issue(self, device, current, sent, received)
+            kept += sent + received
+            streams[current] = None
+        operations: list[Operation] = []
+        recorded: list[RecordedOperation] = []
+        for request in requests:
+            operation = request.operation
+            if not operation.number:
+                operation.number = next(self._numbers if request.peer is None else self._message_numbers)
+            operations.append(operation)
+            recorded.append(operation.begin())
+        pending = PendingOperation(operations, device, peers, captured, recorded)
+        self._watchdog.watch(pending)
+        try:
+            if refused is not None:
+                raise refused
+            if captured:
+                self._capture(placed, device, sequences, kept, operations, peers)
+            else:
+                self._launch(device, sequences, kept)
+            pending.issued(current, list(streams), kept)
+        except NcclError as error:
+            self._note_failure(pending, error)
+            raise
+        except BaseException:
+            # A signal's handler may have raised: what was begun by then uses the tensors until it has ended.
+            pending.issued(current, list(streams), kept)
+            raise
+        return pending
+
+    def _prepare(
+        self,
+        device: CudaDevice,
+        placed: _Placed,
+        current: Stream,
+        on_current: bool,
+        sequences: list[CallSequence],
+    ) -> None:
+        """Adds the calls of requests, on streams that wait for the current one, or on that."""
+        for chosen, some in placed.items():
+            stream = current if on_current else chosen.stream
+            if not on_current:
+                device.order(stream, current)
+            sequence = CallSequence(device, stream, chosen.communicator)
+            sequences.append(sequence)
+            for request in some:
+                request.add(sequence, request.given)
+
+    def _capture(
+        self,
+        placed: _Placed,
+        device: CudaDevice,
+        sequences: Sequence[CallSequence],
+        kept: list[torch.Tensor],
+        operations: Sequence[Operation],
+        peers: frozenset[int] | None,
+    ) -> None:
+        """Does :meth:`_launch` into a graph, whose replays are watched."""
+        for chosen, sequence in zip(placed, sequences, strict=True):
+            self._watchdog.watch_replays(chosen.replays)
+            chosen.replays.begin(sequence.stream, operations, peers)
+        self._launch(device, sequences, kept)
+        for chosen, sequence in zip(placed, sequences, strict=True):
+            chosen.replays.end(sequence.stream)
+
+    def _launch(
+        self, device: CudaDevice, sequences: Sequence[CallSequence], kept: list[torch.Tensor]
+    ) -> None:
+        """Puts copies and calls on their streams; adds the tensors that they use to ``kept``."""
+        calls: list[Callable[[], object]] = []
+        for sequence in sequences:
+            calls += sequence.calls
+            kept += sequence.kept
+        for sequence in sequences:
+            if sequence.before:
+                _copy(device, sequence.stream, sequence.before)
+        if len(calls) == 1:
+            calls[0]()
+        elif calls:
+            with self._library.group:
+                for call in calls:
+                    call()
+        for sequence in sequences:
+            for op in sequence.made_ops:
+                sequence.communicator.destroy_op(op)
+            if sequence.after:
+                _copy(device, sequence.stream, sequence.after)
+
+    def _release_completed(self) -> None:
+        """Releases the tensors of completed operations that no stream waited for.
+
+        Operations of the same streams complete in order, so that each look ends at the first that has not.
+        """
+        completed: list[PendingOperation] = []
+        with self._releasing:
+            for streams, queue in list(self._unreleased.items()):
+                try:
+                    while queue and (queue[0].released or queue[0].completed()):
+                        pending = queue.popleft()
+                        if not pending.released:
+                            completed.append(pending)
+                except RuntimeError:  # the device's error: the watchdog sees to it
+                    pass
+                if not queue:
+                    del self._unreleased[streams]
+        for pending in completed:
+            pending.release()
 
     # ---- devices -------------------------------------------------------------------------------------------
 
@@ -282,48 +599,7 @@ class ProcessGroupNCCL(ProcessGroup):
     def _decline_split(self) -> None:
         self._split(-1, 0, self._timeout, None)
 
-    # ---- watching ------------------------------------------------------------------------------------------
-
-    def check_communicators(self) -> None:
-        """Breaks the group if a communicator has met an error."""
-        for communicator in self._communicators.ends.open():
-            error = communicator.async_error()
-            if error is not None:
-                self._failures.communicator_failed(self._watchdog.oldest(), error)
-
-    def expire(self, pending: PendingOperation) -> None:
-        """Fails an operation that passed its time limit, and breaks the group.
-
-        Args:
-            pending: the operation; nothing happens where it has failed already.
-        """
-        self._failures.expire(pending)
-
-    def check_peers(self, slow: PendingOperation | None) -> None:
-        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up.
-
-        Args:
-            slow: the operation that it waits in; ``None`` for none that is slow.
-        """
-        self._failures.publish_waiting(slow)
-        if slow is not None:
-            needed = slow.peers if slow.peers is not None else range(self._size)
-            self._failures.check_peers(slow, needed)
-
-    def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
-        """Breaks the group after the device has met an error.
-
-        Args:
-            pending: the operation that was in flight.
-            error: what CUDA raised.
-        """
-        self._failures.call_failed(pending, error)
-
-    def _check_missing(self, missing: Sequence[int]) -> None:
-        """Raises if the group has ended, or has to because ranks will not come."""
-        self._failures.check_peers(None, missing)
-        if self._failures.cause is not None:
-            raise self._failures.cause
+    # ---- failures ------------------------------------------------------------------------------------------
 
     def lost_ranks(self) -> list[int]:
         """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
@@ -342,21 +618,18 @@ class ProcessGroupNCCL(ProcessGroup):
         """Lets this rank take part in the next attempt of others that gave up on it."""
         self._rendezvous.note_refusal()
 
-    def _refuse_to_connect(self) -> None:
-        self._failures.refuse("making a communicator")
-
     # ---- life ----------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
         if self._failures.leave(aborts=True):
-            self._communicators.ends.abort()
+            self._communicators.abort()
             self._watchdog.stop()
             self._finalizer.detach()
 
     def _begin_abort(self) -> None:
         """Stops NCCL's kernels: the abort of another group waits until no kernel runs on the device."""
-        self._communicators.ends.begin_abort()
+        self._communicators.begin_abort()
 
     def _drain(self) -> None:
         """Blocks until all operations have ended; where none does, the watchdog sees to it."""
@@ -388,19 +661,12 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog.stop()
         if self._failures.cause is None:
             self._failures.publish_shutdown()
-            self._communicators.ends.destroy()
+            self._communicators.destroy()
         self._finalizer.detach()
 
 
 class _PinnedCopy(HostCopy):
-    """A copy on its way to pinned memory.
-
-    Args:
-        failures: tells whether the group has ended.
-        device: the device.
-        values: the memory.
-        event: is done when the values are there.
-    """
+    """A copy on its way to pinned memory; the event is done when its values are there."""
 
     def __init__(self, failures: Failures, device: CudaDevice, values: torch.Tensor, event: Event) -> None:
         self._failures = failures
@@ -418,7 +684,27 @@ class _PinnedCopy(HostCopy):
         return self._values
 
 
-def _let_go(ends: Ends, watchdog: Watchdog) -> None:
+def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:
     """Ends what a group leaves that was neither shut down nor aborted."""
     watchdog.stop()
-    ends.abort()
+    communicators.abort()
+
+
+class _Region(threading.local):
+    """The coalescing region that is open on a thread."""
+
+    kept: list[tuple[_Request, NcclWork]] | None = None
+
+
+def _copy(device: CudaDevice, stream: Stream, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Puts copies on a stream, in one launch where the device can."""
+    targets, sources = [to for to, _ in copies], [from_ for _, from_ in copies]
+
+    def run() -> None:
+        if any(to.is_conj() or to.is_neg() for to in targets):  # which the one launch does not take
+            for to, from_ in copies:
+                to.copy_(from_)
+        else:
+            torch._foreach_copy_(targets, sources)
+
+    device.run(stream, run)

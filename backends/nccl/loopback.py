@@ -1,8 +1,4 @@
-"""Messages of a rank to itself, in the order of streams.
-
-NCCL lets a send to the own rank wait for its receive on the same stream, for ever where that is a later call.
-Here such a message is a copy of the tensor, which the receive copies on; both run on the current stream.
-"""
+"""Messages of a rank to itself, in the order of streams."""
 
 from __future__ import annotations
 
@@ -14,27 +10,27 @@ from functools import partial
 import torch
 
 from collectives.backends.nccl.device import CudaDevice, Event, Stream
-from collectives.core.arguments.validation import fail
-from collectives.core.process_group import ProcessGroup
+from collectives.core.arguments.validation import Group, fail
 from collectives.errors import UnsupportedOperationError
 
 __all__ = ["Loopback"]
 
 
 class Loopback:
-    """The queue of one rank's messages to itself, in order.
+    """One rank's messages to itself, in order.
 
-    Args:
-        group: the group; not kept alive where it is a proxy.
+    NCCL lets a send to the own rank wait for its receive on the same stream, for ever where that is a later
+    call. Here such a message is a copy of the tensor, which the receive copies on; both run on the current
+    stream.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._messages: deque[tuple[torch.Tensor, Event]] = deque()
         self._lock = threading.Lock()
 
     def issue(
         self,
+        group: Group,
         device: CudaDevice,
         stream: Stream,
         sent: Sequence[torch.Tensor],
@@ -47,7 +43,18 @@ class Loopback:
             ValueError: a message has another size or data type than the tensor to receive it; likewise.
         """
         with self._lock:
-            self._check([message for message, _ in self._messages] + list(sent), received)
+            messages = [message for message, _ in self._messages] + list(sent)
+            if len(messages) < len(received):
+                why = "a message of this rank to itself must be sent before it is received"
+                fail(group, "recv", why, UnsupportedOperationError)
+            for message, tensor in zip(messages, received, strict=False):
+                if (message.numel(), message.dtype) != (tensor.numel(), tensor.dtype):
+                    fail(
+                        group,
+                        "recv",
+                        f"the message of this rank to itself is {message.dtype}[{message.numel()}], but the "
+                        f"tensor to receive it {tensor.dtype}[{tensor.numel()}]",
+                    )
             for tensor in sent:
                 copy = device.empty(stream, tensor.numel(), tensor.dtype).view(tensor.shape)
                 device.run(stream, partial(copy.copy_, tensor.detach()))
@@ -58,23 +65,6 @@ class Loopback:
             device.run(stream, partial(tensor.detach().copy_, copy.view(tensor.shape)))
             device.share(stream, copy)
             device.drop([copy])
-
-    def _check(self, messages: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        if len(messages) < len(received):
-            fail(
-                self._group,
-                "recv",
-                "a message of this rank to itself must be sent before it is received",
-                UnsupportedOperationError,
-            )
-        for message, tensor in zip(messages, received, strict=False):
-            if (message.numel(), message.dtype) != (tensor.numel(), tensor.dtype):
-                fail(
-                    self._group,
-                    "recv",
-                    f"the message of this rank to itself is {message.dtype}[{message.numel()}], but the "
-                    f"tensor to receive it {tensor.dtype}[{tensor.numel()}]",
-                )
 
     def clear(self) -> None:
         """Drops all messages."""

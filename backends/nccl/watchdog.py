@@ -16,14 +16,13 @@ import itertools
 import threading
 import time
 import weakref
-from typing import Protocol
 
-from collectives.backends.nccl.operations.in_flight import PendingOperation
-from collectives.backends.nccl.operations.replays import Replays
-from collectives.logs import Log
+from collectives.backends.nccl.communicators import Communicators
+from collectives.backends.nccl.failures import Failures
+from collectives.backends.nccl.in_flight import PendingOperation, Replays
 from collectives.threads import start_thread
 
-__all__ = ["Watchdog", "Watched"]
+__all__ = ["Watchdog"]
 
 _TICK_SECONDS = 0.1
 _SLOW_SECONDS = 1.0
@@ -32,26 +31,6 @@ _SLOW_SECONDS = 1.0
 
 _EXIT_SECONDS = 5.0
 """How long the end of the interpreter waits for all threads; a store that does not answer may hold them."""
-
-
-class Watched(Protocol):
-    """The part of a group that its watchdog uses; methods are called from the watchdog's thread."""
-
-    def check_communicators(self) -> None:
-        """Breaks the group if a communicator has met an error."""
-
-    def expire(self, pending: PendingOperation) -> None:
-        """Fails an operation that passed its time limit."""
-
-    def check_peers(self, slow: PendingOperation | None) -> None:
-        """Breaks the group if other ranks have ended it, or are gone; called for the oldest slow operation.
-
-        Args:
-            slow: the operation; ``None`` when none is slow any more.
-        """
-
-    def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
-        """Breaks the group after the device has met an error."""
 
 
 _running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
@@ -73,15 +52,15 @@ class Watchdog:
     """Watches pending operations until they have ended.
 
     Args:
-        group: the group; not kept alive.
+        failures: what ends the group.
+        communicators: the group's.
         name: name of the thread.
-        log: the group's.
     """
 
-    def __init__(self, group: Watched, name: str, log: Log) -> None:
-        self._group = weakref.ref(group)
+    def __init__(self, failures: Failures, communicators: Communicators, name: str) -> None:
+        self._failures = failures
+        self._communicators = communicators
         self._name = name
-        self._log = log
         self._pending: list[PendingOperation] = []
         self._replays: list[Replays] = []
         self._replayed: list[PendingOperation] = []
@@ -146,14 +125,10 @@ class Watchdog:
 
     def _run(self) -> None:
         while self._wait():
-            group = self._group()
-            if group is None:
-                return
             try:
-                self._check(group)
-            except Exception:  # noqa: BLE001 - logged; other operations are looked after
-                self._log.exception("%s: looking after operations failed; it goes on", self._name)
-            del group
+                self._check()
+            except Exception:  # noqa: PERF203 - logged; other operations are looked after
+                self._failures.log.exception("%s: looking after operations failed; it goes on", self._name)
 
     def _wait(self) -> bool:
         """Waits for the next check; returns whether there is to be one."""
@@ -164,43 +139,49 @@ class Watchdog:
                 self._changed.wait(_TICK_SECONDS)
             return not self._stopped
 
-    def _check(self, group: Watched) -> None:
+    def _check(self) -> None:
         watched = self.pending()
         for pending in watched:
             try:
                 ended = pending.ended()
             except RuntimeError as error:
-                group.note_device_error(pending, error)
+                self._failures.call_failed(pending, error)
                 ended = True
             if ended:
                 with self._lock, contextlib.suppress(ValueError):
                     self._pending.remove(pending)
             elif time.monotonic() >= pending.deadline:
-                group.expire(pending)
-        self._check_replays(group)
+                self._failures.expire(pending)
+        self._check_replays()
         if watched or self._replayed:
-            group.check_communicators()
-        self._check_slow(group)
+            self._check_communicators()
+        self._check_slow()
 
-    def _check_replays(self, group: Watched) -> None:
+    def _check_replays(self) -> None:
         with self._lock:
             replays = list(self._replays)
-        seen = [one for one in (some.poll() for some in replays) if one is not None and one.error is None]
-        with self._lock:
-            self._replayed = list(seen)
-        for one in seen:
+        polled = [some.poll() for some in replays]
+        self._replayed = [one for one in polled if one is not None and one.error is None]
+        for one in self._replayed:
             if time.monotonic() >= one.deadline:
-                group.expire(one)
+                self._failures.expire(one)
 
-    def _check_slow(self, group: Watched) -> None:
+    def _check_communicators(self) -> None:
+        for communicator in self._communicators.open():
+            error = communicator.async_error()
+            if error is not None:
+                self._failures.communicator_failed(self.oldest(), error)
+
+    def _check_slow(self) -> None:
         now = time.monotonic()
         under_way = itertools.chain(self.pending(), self._replayed)
         slow = next((pending for pending in under_way if now - pending.began >= _SLOW_SECONDS), None)
         if slow is None:
             if self._slow_reported:
-                group.check_peers(None)
+                self._failures.publish_waiting(None)
                 self._slow_reported = False
         elif now >= self._next_peer_check or not self._slow_reported:
             self._slow_reported = True
             self._next_peer_check = now + _SLOW_SECONDS
-            group.check_peers(slow)
+            self._failures.publish_waiting(slow)
+            self._failures.check_peers(slow, slow.peers)

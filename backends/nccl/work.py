@@ -1,4 +1,4 @@
-"""Works of the nccl backend: an operation on CUDA streams, and one of a coalescing region."""
+"""The Works of operations on CUDA streams."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.futures import Future
 
 from collectives.backends.nccl.device import CudaDevice
-from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
-from collectives.core.arguments.validation import Group
+from collectives.backends.nccl.failures import Failures
+from collectives.backends.nccl.in_flight import PendingOperation, pause
 from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError
 from collectives.time_limits import seconds_to_wait
 
-__all__ = ["CoalescedOperationWork", "NcclWork", "Owner"]
+__all__ = ["KeptBack", "NcclWork"]
 
 
-class Owner(Group, Protocol):
-    """The part of the group that its operations and Works use."""
+class KeptBack:
+    """Stands for an operation until the end of its coalescing region; whoever waits for it hears of that."""
 
-    def where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
+    def __init__(self, name: str, device: CudaDevice) -> None:
+        self._name = name
+        self.device = device
 
-    def expire(self, pending: PendingOperation) -> None:
-        """Fails an operation that passed its time limit."""
+    def __getattr__(self, _: str) -> Any:
+        raise RuntimeError(f"this {self._name} is part of a coalescing region; wait after its end")
 
 
 class NcclWork(Work):
@@ -40,9 +41,13 @@ class NcclWork(Work):
 
     After ``wait`` the Work counts as completed, because what the caller issues from then on comes after it.
 
+    An operation of a coalescing region has its Work at once, which can be waited for after the end of the
+    region, and as a whole with it.
+
     Args:
-        owner: the group.
-        pending: the operation on its streams.
+        group: the group, which is kept alive.
+        failures: what ends it.
+        pending: the operation on its streams, or what stands for it in a coalescing region.
         outputs: its outputs.
         blocks: whether ``wait`` blocks the host.
         source: sender of a receive.
@@ -50,20 +55,29 @@ class NcclWork(Work):
 
     def __init__(
         self,
-        owner: Owner,
-        pending: PendingOperation,
+        group: object,
+        failures: Failures,
+        pending: PendingOperation | KeptBack,
         outputs: Sequence[torch.Tensor],
         blocks: bool = False,
         source: int | None = None,
     ) -> None:
-        self._owner = owner
-        self._pending = pending
+        self._group = group
+        self._failures = failures
+        self._pending: PendingOperation = pending  # type: ignore[assignment]  # or KeptBack, which raises
         self._outputs = outputs
         self._blocks = blocks
         self._source = source
-        self._waited = False
         self._future: Future[list[torch.Tensor]] | None = None
         self._lock = threading.Lock()
+
+    def bind(self, whole: NcclWork) -> None:
+        """Ties the operation of a coalescing region to the Work of the whole."""
+        with self._lock:
+            self._pending, self._blocks = whole._pending, whole._blocks
+            future = self._future
+        if future is not None:
+            self._complete(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Makes the current stream wait for the operation, or blocks until it is done; see the class.
@@ -86,7 +100,7 @@ class NcclWork(Work):
             pending.block_stream(stream)
         if pending.error is not None:
             raise pending.error
-        self._waited = True
+        pending.waited = True
 
     def _block(self, limit: float) -> None:
         pending = self._pending
@@ -95,10 +109,10 @@ class NcclWork(Work):
         while not pending.ended():
             now = time.monotonic()
             if now >= pending.deadline:
-                self._owner.expire(pending)
+                self._failures.expire(pending)
             elif now >= until:
                 raise CollectiveTimeoutError(
-                    f"{self._owner.where()} {pending.operation}: not done after wait({limit:g} s); "
+                    f"{self._failures.where} {pending.operation}: not done after wait({limit:g} s); "
                     "it goes on",
                     **pending.operation.about,
                 )
@@ -107,7 +121,7 @@ class NcclWork(Work):
 
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed, or has been waited for."""
-        return self._waited or self._pending.ended()
+        return self._pending.waited or self._pending.ended()
 
     def exception(self) -> BaseException | None:
         """Returns the error of a failed operation."""
@@ -130,18 +144,18 @@ class NcclWork(Work):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors.
 
-        On CUDA it is completed from the start, in the way of :meth:`wait`: streams of those who use its
-        value, callbacks among them, wait for the operation.
+        On CUDA it is completed from the start, or from the end of the coalescing region on, in the way of
+        :meth:`wait`: streams of those who use its value, callbacks among them, wait for the operation.
         """
         with self._lock:
             if self._future is None:
-                future: Future[Any] = self._pending.device.future()
-                self.complete(future, self._outputs)
-                self._future = future
+                self._future = self._pending.device.future()
+                if not isinstance(self._pending, KeptBack):
+                    self._complete(self._future)
             return self._future
 
-    def complete(self, future: Future[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Completes a future with outputs of the operation, for which streams wait that use them."""
+    def _complete(self, future: Future[Any]) -> None:
+        """Completes a future with the outputs, for which streams wait that use them."""
         pending = self._pending
         # A stream of its own waits for no other operation. In a capture it would be a branch of the graph
         # that nobody joins again.
@@ -149,76 +163,7 @@ class NcclWork(Work):
         try:
             pending.block_stream(relay)
             with pending.device.using(relay):
-                settle(future, pending.error, outputs)
+                settle(future, pending.error, self._outputs)
         finally:
             if not pending.captured:
                 pending.device.give_back(relay, high_priority=False)
-
-
-class CoalescedOperationWork(Work):
-    """An operation of a coalescing region, which is enqueued as a whole at its end.
-
-    Args:
-        name: name of its user function.
-        device: the device of its tensors.
-    """
-
-    def __init__(self, name: str, device: CudaDevice) -> None:
-        self._name = name
-        self._device = device
-        self._whole: NcclWork | None = None
-        self._outputs: Sequence[torch.Tensor] = ()
-        self._source: int | None = None
-        self._future: Future[list[torch.Tensor]] | None = None
-        self._lock = threading.Lock()
-
-    def bind(self, whole: NcclWork, outputs: Sequence[torch.Tensor], source: int | None) -> None:
-        """Ties the operation to the Work of the region."""
-        with self._lock:
-            self._whole, self._outputs, self._source = whole, outputs, source
-            future = self._future
-        if future is not None:
-            whole.complete(future, outputs)
-
-    def _ended(self) -> NcclWork:
-        if self._whole is None:
-            raise RuntimeError(f"this {self._name} is part of a coalescing region; wait after its end")
-        return self._whole
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the whole region."""
-        return self._ended().wait(timeout)
-
-    def block_current_stream(self) -> None:
-        """Makes the current stream wait for the whole region."""
-        self._ended().block_current_stream()
-
-    def is_completed(self) -> bool:
-        """Returns whether the whole region is done or failed."""
-        return self._ended().is_completed()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of the region."""
-        return self._ended().exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the outputs of this operation."""
-        self._ended().result()
-        return list(self._outputs)
-
-    def source_rank(self) -> int:
-        """Returns the sender of a finished receive."""
-        if self._source is None or not self.is_completed():
-            return super().source_rank()
-        return self._source
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of the outputs of this operation, completed with the region; good at once."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = self._device.future()
-            whole = self._whole
-        if whole is not None:
-            whole.complete(future, self._outputs)
-        return future

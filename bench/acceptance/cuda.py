@@ -14,10 +14,10 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.backends import nccl
+from collectives.backends.nccl import providers
 from collectives.backends.nccl.device import CudaDevice as NcclDevice
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on
+from collectives.backends.nccl.operations import FLOAT8_VERSION, capabilities_on
 from collectives.bench.acceptance.platform import Graph, Platform
 from collectives.bench.core.devices import CudaDevice
 from collectives.core.capabilities import Capabilities

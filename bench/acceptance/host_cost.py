@@ -23,10 +23,7 @@ import collectives
 import collectives._native as _native
 from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.backends.nccl.device import CudaDevice, Stream
-from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
-from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.libnccl.interface import NcclLibrary
-from collectives.backends.nccl.libnccl.symbols import Symbols
+from collectives.backends.nccl.library import NcclLibrary
 from collectives.core.types import AllreduceOptions
 from collectives.registry.backends import GroupOptions
 
@@ -60,7 +57,7 @@ def measure(calls: int) -> list[Cost]:
         calls: how many of each are timed, 1 or more.
     """
     options = GroupOptions(collectives.HashStore(), 0, 1, group_name="stubbed")
-    group = ProcessGroupNCCL(options, NcclLibrary("stub", _Symbols()), _Device)
+    group = ProcessGroupNCCL(options, _Library("stub", ""), _Device)
     tensor, tensors = torch.ones(8), [torch.ones(8) for _ in range(10)]
     inline = AllreduceOptions(asyncOp=False)
     ways: dict[str, Callable[[], Any]] = {
@@ -112,32 +109,17 @@ _NOTHING: Final = ctypes.cast(ctypes.CDLL(None).pthread_mutexattr_destroy, ctype
 """The address of a function of the C library that does nothing and returns 0."""
 
 
-class _Symbols(Symbols):
-    """NCCL's functions."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def _version(self) -> int:
-        return 23007
+class _Library(NcclLibrary):
+    """NCCL, whose functions do nothing."""
 
     def _address(self, name: str) -> int:  # noqa: ARG002
         return _NOTHING
 
-    def unique_id(self) -> bytes:
-        return bytes(UNIQUE_ID_BYTES)
-
-    def init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> int:  # noqa: ARG002
-        return 1
-
-    def async_error(self, handle: int) -> NcclError | None:  # noqa: ARG002
-        return None
-
-    def abort(self, handle: int) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
         pass
 
-    def destroy(self, handle: int) -> None:
-        pass
+    def integer(self, name: str, *arguments: int) -> int:  # noqa: ARG002
+        return 23007  # of the version, which alone is asked for
 
 
 class _Device(CudaDevice):

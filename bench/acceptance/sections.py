@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.providers import loaded_files
 from collectives.bench.acceptance import failures, streams
 from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
@@ -164,7 +164,7 @@ def _provider(name: str) -> Found:
 
 
 def _one_file() -> Found:
-    files = [file.path for file in loaded_files()]
+    files = loaded_files()
     if len(files) != 1:
         raise CheckFailedError(f"{len(files)} copies are loaded: {', '.join(files) or 'none'}")
     return files[0], {}

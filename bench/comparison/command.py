@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from collectives.backends.algorithms import ALGORITHMS
-from collectives.backends.nccl.libnccl import providers
+from collectives.backends.nccl import providers
 from collectives.bench.comparison import operations
 from collectives.bench.comparison.goals import goal_lines, parse_goal
 from collectives.bench.comparison.measurement import DTYPES, Options, measure

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from collectives.backends.nccl.libnccl import providers
+from collectives.backends.nccl import providers
 from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.mpi4py_peer import MPI4PY, is_mpi4py

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.backends.nccl.libnccl import providers
+from collectives.backends.nccl import providers
 from collectives.bench.comparison import operations, torch_peer
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not

@@ -54,8 +54,7 @@ def _in_group(
     args: tuple[Any, ...],
 ) -> Any:
     device = take_device(rank, size)
-    from collectives.backends.nccl import ProcessGroupNCCL, create
-    from collectives.backends.nccl.libnccl import providers
+    from collectives.backends.nccl import ProcessGroupNCCL, create, providers
     from collectives.registry.backends import GroupOptions
 
     reason = providers.unavailable(provider)

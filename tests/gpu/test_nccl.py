@@ -16,7 +16,7 @@ from optimizers_in_hooks import every_form
 
 import collectives
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
-from collectives.backends.nccl.libnccl import providers
+from collectives.backends.nccl import providers
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.core.types import AllreduceOptions, make_premul_sum
 from collectives.ddp import DistributedDataParallel

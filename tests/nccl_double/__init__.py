@@ -18,15 +18,37 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["LastCall", "NcclDouble", "build"]
+__all__ = ["CUDA_ERRORS", "LastCall", "NcclDouble", "ask", "build", "do", "loaded_from"]
 
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
+
+_number = ctypes.c_ssize_t
+_RESULTS = {
+    "stream_create": _number,
+    "event_create": _number,
+    "capture_end": _number,
+    "config": ctypes.c_char_p,
+    "last_call": ctypes.c_char_p,
+    "races": ctypes.c_char_p,
+}
+"""Results of the double's functions that are no ``int``."""
+
+CUDA_ERRORS = {
+    800: "this thread would wait for a stream",
+    900: "not permitted when a stream is captured",
+    901: "a forbidden call has broken the capture off",
+    903: "the capture was begun on another stream",
+    904: "a stream of the capture has work that its first stream did not join",
+    905: "an event from outside would become part of the capture",
+    907: "not permitted on an event that was recorded in a capture",
+}
+
+loaded_from: dict[Path, ctypes.CDLL] = {}
+"""The double that this process has loaded, by its file."""
 
 
 def build(folder: Path) -> Path:
@@ -50,20 +72,28 @@ def build(folder: Path) -> Path:
     return path
 
 
-class _LastCall(ctypes.Structure):
-    _fields_ = (
-        ("function", ctypes.c_char * 32),
-        ("count", ctypes.c_uint64),
-        ("type", ctypes.c_int),
-        ("op", ctypes.c_int),
-        ("root", ctypes.c_int),
-        ("stream", ctypes.c_ssize_t),
-        ("communicator", ctypes.c_ssize_t),
-    )
+def ask(name: str, *arguments: object) -> Any:
+    """Returns what a function of the double returns: a number, or text."""
+    (library,) = loaded_from.values()
+    given = [_number(one) if isinstance(one, int) else one for one in arguments]
+    result = getattr(library, f"double_{name}")(*given)
+    return result.decode(errors="replace") if isinstance(result, bytes) else result
 
 
-@dataclass(frozen=True)
-class LastCall:
+def do(name: str, *arguments: object) -> int:
+    """Calls a function of the double.
+
+    Raises:
+        RuntimeError: the call is forbidden, as in a capture.
+    """
+    result = int(ask(name, *arguments))
+    if -result in CUDA_ERRORS:
+        raise RuntimeError(f"double_{name}{arguments}: {CUDA_ERRORS[-result]} ({-result})")
+    assert result >= 0, f"double_{name}{arguments}: there is no such stream or event"
+    return result
+
+
+class LastCall(NamedTuple):
     """The operation that was called last, as it came to NCCL.
 
     ``root`` is also the peer of a message; ``communicator`` is its handle.
@@ -85,140 +115,101 @@ class NcclDouble:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        for name in ("stream_create", "event_create"):
-            getattr(self._library, f"double_{name}").restype = ctypes.c_ssize_t
-        self._library.double_config.restype = ctypes.c_char_p
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        self._called: list[Any] = []
-
-    def _do(self, name: str, *arguments: Any) -> int:
-        wrapped = [ctypes.c_ssize_t(value) if isinstance(value, int) else value for value in arguments]
-        result = int(getattr(self._library, f"double_{name}")(*wrapped))
-        assert result >= 0, f"double_{name}{arguments}: there is no such stream or event"
-        return result
+        if path not in loaded_from:
+            library = loaded_from[path] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            for name, kind in _RESULTS.items():
+                getattr(library, f"double_{name}").restype = kind
 
     def stream(self) -> int:
         """Makes a stream: a thread that carries out what is put on it, in order."""
-        return int(self._library.double_stream_create())
-
-    def destroy_stream(self, stream: int) -> None:
-        """Ends a stream after what it has to do; does not wait for that."""
-        self._do("stream_destroy", stream)
+        return do("stream_create")
 
     def synchronize(self, stream: int) -> None:
         """Waits until the stream has done what it has to do, with the GIL released."""
-        self._do("stream_synchronize", stream)
+        do("stream_synchronize", stream)
 
     def sleep(self, stream: int, milliseconds: int) -> None:
         """Lets the stream sleep."""
-        self._do("stream_sleep", stream, milliseconds)
-
-    def copy(self, stream: int, to: int, source: int, size_bytes: int) -> None:
-        """Lets the stream copy memory."""
-        self._do("stream_copy", stream, ctypes.c_void_p(to), ctypes.c_void_p(source), size_bytes)
-
-    def call(self, stream: int, function: Callable[[], None]) -> None:
-        """Lets the stream call a function, which must not raise."""
-        callback = self._callback(lambda _: function())
-        self._called.append(callback)
-        nothing = ctypes.c_void_p(None)
-        self._do("stream_call", stream, callback, nothing, b"a function of the host", nothing, 0)
+        do("stream_sleep", stream, milliseconds)
 
     def event(self) -> int:
         """Makes an event."""
-        return int(self._library.double_event_create())
-
-    def destroy_event(self, event: int) -> None:
-        """Forgets an event; what waits for it goes on waiting."""
-        self._do("event_destroy", event)
+        return do("event_create")
 
     def record(self, event: int, stream: int) -> None:
         """Lets the event stand for the place that the stream has reached, instead of the one before."""
-        self._do("event_record", event, stream)
-
-    def wait(self, event: int, stream: int) -> None:
-        """Lets the stream wait for the event; stream 0 waits here."""
-        self._do("event_wait", event, stream)
+        do("event_record", event, stream)
 
     def query(self, event: int) -> bool:
         """Returns whether the stream has passed the place of the event."""
-        return bool(self._do("event_query", event))
-
-    def synchronize_event(self, event: int) -> None:
-        """Waits for the event, with the GIL released."""
-        self._do("event_synchronize", event)
+        return bool(do("event_query", event))
 
     def fail_next(self, function: str, status: int, text: str = "") -> None:
         """Lets the next call of a function of NCCL fail, such as ``"ncclAllReduce"``."""
-        self._library.double_fail_next(function.encode(), status, text.encode())
+        do("fail_next", function.encode(), status, text.encode())
 
     def delay_next(self, function: str, milliseconds: int) -> None:
         """Holds the next call of a function of NCCL up, inside it; what it returns is as without that."""
-        self._library.double_delay_next(function.encode(), milliseconds)
+        do("delay_next", function.encode(), milliseconds)
 
     def delayed(self) -> int:
         """Returns how many calls are held up."""
-        return int(self._library.double_delayed())
+        return do("delayed")
 
     def set_async_error(self, handle: int, status: int, text: str = "") -> None:
         """Gives the communicator of a handle an asynchronous error; what runs goes on running."""
-        self._do("set_async_error", ctypes.c_void_p(handle), status, text.encode())
+        do("set_async_error", handle, status, text.encode())
 
     def dry_run(self, on: bool) -> None:
         """Lets operations be checked and noted, but not carried out, or carries them out again."""
-        self._library.double_dry_run(int(on))
+        do("dry_run", on)
 
     def last_call(self) -> LastCall:
         """Returns the operation that was called last."""
-        last = _LastCall()
-        self._library.double_last_call(ctypes.byref(last))
-        values = {name: getattr(last, name) for name, *_ in last._fields_}
-        return LastCall(**values | {"function": last.function.decode()})
+        function, *numbers = ask("last_call").split()
+        return LastCall(function, *map(int, numbers))
 
     def set_version(self, version: int) -> None:
         """Sets the version that NCCL tells, also other ranks."""
-        self._library.double_set_version(version)
+        do("set_version", version)
 
     def set_gpu(self, bus: int) -> None:
         """Lets this process say that it uses the GPU of a bus number, which others may say, too.
 
         Each rank has a GPU of its own otherwise, or with 0.
         """
-        self._library.double_set_gpu(ctypes.c_long(bus))
+        do("set_gpu", bus)
 
     def hold_in_graph(self, handle: int, on: bool) -> None:
         """Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go."""
-        self._library.double_hold_in_graph(ctypes.c_void_p(handle), int(on))
+        do("hold_in_graph", handle, on)
 
     def contexts(self) -> set[int]:
         """Returns the devices on which a call made a context: the current ones of the threads that called."""
-        found = int(self._library.double_contexts())
+        found = do("contexts")
         return {device for device in range(32) if found >> device & 1}
 
     def misuses(self) -> int:
         """Returns how many calls used a communicator after its end."""
-        return int(self._library.double_misuses())
+        return do("misuses")
 
     def launches(self) -> int:
         """Returns how often operations were launched; those of a group of calls are launched once."""
-        return int(self._library.double_launches())
+        return do("launches")
 
     def holds(self) -> int:
         """Returns how often a stream was held before a task, as a seed had it."""
-        return int(self._library.double_holds())
+        return do("holds")
 
     def connecting(self) -> int:
         """Returns how many threads are in calls that make connections, and wait for other ranks."""
-        return int(self._library.double_connecting())
+        return do("connecting")
 
     def communicators(self) -> int:
         """Returns how many communicators have not been ended."""
-        return int(self._library.double_communicators())
+        return do("communicators")
 
     def config(self, handle: int) -> dict[str, Any]:
         """Returns the settings that a communicator was made with, by NCCL's names, but those left open."""
-        text = self._library.double_config(ctypes.c_void_p(handle)).decode(errors="replace")
-        pairs = (line.split("=", 1) for line in text.splitlines())
+        pairs = (line.split("=", 1) for line in ask("config", handle).splitlines())
         return {name: value if name.endswith("Name") else int(value) for name, value in pairs}

@@ -15,18 +15,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from collectives.backends.nccl.device import CudaDevice, Event
-from collectives.backends.nccl.device.cuda_runtime import addresses_in
+from collectives.backends.nccl.device import CudaDevice, Event, addresses_in
 from collectives.backends.nccl.watchdog import Watchdog
-from nccl_double import accesses, calls
-from nccl_double.calls import current_stream, do, enqueue, is_capturing, pool_stream, thread, use
-from nccl_double.cuda import DEVICE
-from nccl_double.cuda_graph import Graph
+from nccl_double import accesses, do, loaded_from
+from nccl_double.calls import current_stream, enqueue, is_capturing, pool_stream, thread
+from nccl_double.cuda import DEVICE, Graph
 from nccl_double.futures import DoubleFuture
 from nccl_double.memory import give_back, give_out, poison
 from nccl_double.modes import Steps, on_device, races, tensors_on_device
 
-__all__ = ["DoubleDevice", "Graph", "pool_stream", "races", "tensors_on_device", "use"]
+__all__ = ["DoubleDevice", "Graph", "pool_stream", "races", "tensors_on_device"]
 
 
 class DoubleDevice(CudaDevice):
@@ -47,7 +45,7 @@ class DoubleDevice(CudaDevice):
 
     @staticmethod
     def _functions() -> Sequence[int]:
-        return addresses_in(str(calls.loaded_from[0]))
+        return addresses_in(str(*loaded_from))
 
     @classmethod
     def shared(cls, device: torch.device) -> CudaDevice:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from nccl_double import do
 from nccl_double.accesses import is_on_host, tensors_in
-from nccl_double.calls import current_stream, do, pool_stream, thread
+from nccl_double.calls import current_stream, pool_stream, thread
 from nccl_double.memory import share
 
 _collect_all = torch.futures.collect_all

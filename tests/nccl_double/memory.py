@@ -14,8 +14,7 @@ import weakref
 
 import torch
 
-from nccl_double import accesses
-from nccl_double.calls import do
+from nccl_double import accesses, do
 
 __all__ = ["forget", "give_back", "give_out", "poison", "share"]
 

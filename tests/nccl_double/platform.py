@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,15 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from collectives import ProcessGroup
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.operations.reductions import capabilities_on
+from collectives.backends.nccl.operations import capabilities_on
 from collectives.bench.acceptance.platform import Platform
 from collectives.core.capabilities import Capabilities
-from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
-from nccl_double import build, calls, device
+from nccl_double import build, device
 from nccl_double.device import DoubleDevice, tensors_on_device
-from nccl_double.groups import load, make_group
+from nccl_double.groups import host_refusing_to_wait, load, make_group, register_over_double
 
 __all__ = ["PLATFORM", "DoublePlatform"]
 
@@ -73,14 +72,7 @@ class DoublePlatform(Platform):
     def take(self, rank: int, size: int) -> None:
         file = _file()
         load(file)
-
-        def create(options: Any) -> Any:
-            provider = os.environ.get(providers.PROVIDER_VARIABLE)
-            fields = ("timeout", "group_name", "global_ranks", "device_id", "split_from")
-            about = {field: getattr(options, field) for field in fields}
-            return make_group(file, provider, options.rank, options.size, options.store, **about)
-
-        register_backend_spec(BackendSpec(self.backend, ("cpu",), create))
+        register_over_double(self.backend, file, None)
         register_backend(self.backend, self.backend)
         _for_good.enter_context(DoubleDevice.shared(torch.device("cpu")).activate())
         _for_good.enter_context(tensors_on_device())
@@ -89,8 +81,7 @@ class DoublePlatform(Platform):
         pass
 
     def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
-        provider = os.environ.get(providers.PROVIDER_VARIABLE)
-        group: ProcessGroup = make_group(_file(), provider, rank, size, store, timeout=limit, group_name=name)
+        group: ProcessGroup = make_group(_file(), None, rank, size, store, timeout=limit, group_name=name)
         return group
 
     @property
@@ -105,13 +96,8 @@ class DoublePlatform(Platform):
     def graph(self, mode: str = "thread_local") -> device.Graph:
         return device.Graph(mode)
 
-    @contextlib.contextmanager
-    def refusing_to_wait(self) -> Iterator[None]:
-        calls.do("refuse_to_wait", 1)
-        try:
-            yield
-        finally:
-            calls.do("refuse_to_wait", 0)
+    def refusing_to_wait(self) -> AbstractContextManager[None]:
+        return host_refusing_to_wait()
 
     def finish(self) -> None:
         """Raises, too, where operations accessed memory in no order."""

@@ -4,6 +4,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <chrono>
@@ -14,11 +15,11 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.hpp"
 #include "bindings/interrupt.hpp"
-#include "nccl/calls_in_progress.hpp"
-#include "nccl/turns.hpp"
+#include "nccl/calls.hpp"
 
 namespace nb = nanobind;
 
@@ -34,13 +35,18 @@ using OpenGroups = NcclOpenGroups;
 }
 
 // Arguments are looked at as they are: their conversion by nanobind tries those of an enum twice.
-void* address(nb::handle number) {
+template <class Kind>
+Kind from(const char* function, nb::handle number);
+
+template <>
+void* from<void*>(const char*, nb::handle number) {
   const auto value = PyLong_AsUnsignedLongLong(number.ptr());
   if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw nb::python_error();
   return pointer_from(static_cast<std::uintptr_t>(value));
 }
 
-int code(nb::handle number) {
+template <>
+int from<int>(const char*, nb::handle number) {
   const long value = PyLong_AsLong(number.ptr());
   if (value == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
   if (!std::in_range<int>(value)) {
@@ -49,7 +55,8 @@ int code(nb::handle number) {
   return static_cast<int>(value);
 }
 
-std::size_t elements(const char* function, nb::handle count) {
+template <>
+std::size_t from<std::size_t>(const char* function, nb::handle count) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(count.ptr(), &overflow);
   if (overflow == 0 && value == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -71,18 +78,27 @@ const char* name_of(Calls::End end) {
   }
 }
 
+// NCCL's functions by the places of their addresses.
+enum Function : std::uint8_t {
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  send,
+  recv,
+  function_count
+};
+constexpr std::array<const char*, function_count> kNames = {
+    "ncclAllReduce",     "ncclReduce", "ncclBroadcast", "ncclAllGather",
+    "ncclReduceScatter", "ncclSend",   "ncclRecv"};
+
 class Communicator {
  public:
-  using Functions = std::array<std::uintptr_t, 7>;
+  using Functions = std::array<std::uintptr_t, function_count>;
 
   Communicator(const Functions& functions, std::uintptr_t handle, nb::object error, nb::object refusal)
-      : all_reduce_(reinterpret_cast<AllReduce>(functions[0])),
-        reduce_(reinterpret_cast<Reduce>(functions[1])),
-        broadcast_(reinterpret_cast<Broadcast>(functions[2])),
-        all_gather_(reinterpret_cast<AllGather>(functions[3])),
-        reduce_scatter_(reinterpret_cast<AllReduce>(functions[4])),
-        send_(reinterpret_cast<Send>(functions[5])),
-        recv_(reinterpret_cast<Recv>(functions[6])),
+      : functions_(functions),
         handle_(pointer_from(handle)),
         error_(std::move(error)),
         refusal_(std::move(refusal)) {
@@ -91,51 +107,19 @@ class Communicator {
     }
   }
 
-  void all_reduce(nb::handle send, nb::handle recv, nb::handle count, nb::handle dtype, nb::handle op,
-                  nb::handle stream) const {
-    const char* name = "ncclAllReduce";
-    issue(name, all_reduce_, address(send), address(recv), elements(name, count), code(dtype), code(op),
-          handle_, address(stream));
-  }
-
-  void reduce(nb::handle send, nb::handle recv, nb::handle count, nb::handle dtype, nb::handle op,
-              nb::handle root, nb::handle stream) const {
-    const char* name = "ncclReduce";
-    issue(name, reduce_, address(send), address(recv), elements(name, count), code(dtype), code(op),
-          code(root), handle_, address(stream));
-  }
-
-  void broadcast(nb::handle send, nb::handle recv, nb::handle count, nb::handle dtype, nb::handle root,
-                 nb::handle stream) const {
-    const char* name = "ncclBroadcast";
-    issue(name, broadcast_, address(send), address(recv), elements(name, count), code(dtype), code(root),
-          handle_, address(stream));
-  }
-
-  void all_gather(nb::handle send, nb::handle recv, nb::handle count, nb::handle dtype,
-                  nb::handle stream) const {
-    const char* name = "ncclAllGather";
-    issue(name, all_gather_, address(send), address(recv), elements(name, count), code(dtype), handle_,
-          address(stream));
-  }
-
-  void reduce_scatter(nb::handle send, nb::handle recv, nb::handle count, nb::handle dtype, nb::handle op,
-                      nb::handle stream) const {
-    const char* name = "ncclReduceScatter";
-    issue(name, reduce_scatter_, address(send), address(recv), elements(name, count), code(dtype), code(op),
-          handle_, address(stream));
-  }
-
-  void send(nb::handle send, nb::handle count, nb::handle dtype, nb::handle peer, nb::handle stream) const {
-    const char* name = "ncclSend";
-    issue(name, send_, address(send), elements(name, count), code(dtype), code(peer), handle_,
-          address(stream));
-  }
-
-  void recv(nb::handle recv, nb::handle count, nb::handle dtype, nb::handle peer, nb::handle stream) const {
-    const char* name = "ncclRecv";
-    issue(name, recv_, address(recv), elements(name, count), code(dtype), code(peer), handle_,
-          address(stream));
+  // Calls a function, which takes `given`, the communicator and the stream.
+  template <class... Kinds>
+  void issue(Function function, void* stream, Kinds... given) const {
+    const OpenGroups::Entry entry = OpenGroups::of_this_thread().enter(calls_);
+    if (entry == OpenGroups::Entry::refused) raise(refusal_(kNames[function], name_of(calls_->end())));
+    int status = 0;
+    {
+      const ReleasedLock released;
+      status =
+          reinterpret_cast<int (*)(Kinds..., void*, void*)>(functions_[function])(given..., handle_, stream);
+      if (entry == OpenGroups::Entry::call) calls_->leave();
+    }
+    if (status != 0) raise(error_(status, kNames[function]));
   }
 
   // For calls of NCCL that Python makes itself.
@@ -154,45 +138,29 @@ class Communicator {
   const char* end() const { return name_of(calls_->end()); }
 
  private:
-  // As `nccl.h` has them: buffers, count, codes of type, reduction, root or peer, communicator, stream.
-  using AllReduce = int (*)(const void*, void*, std::size_t, int, int, void*, void*);
-  using Reduce = int (*)(const void*, void*, std::size_t, int, int, int, void*, void*);
-  using Broadcast = int (*)(const void*, void*, std::size_t, int, int, void*, void*);
-  using AllGather = int (*)(const void*, void*, std::size_t, int, void*, void*);
-  using Send = int (*)(const void*, std::size_t, int, int, void*, void*);
-  using Recv = int (*)(void*, std::size_t, int, int, void*, void*);
-
-  template <class Function, class... Arguments>
-  void issue(const char* name, Function function, Arguments... arguments) const {
-    const OpenGroups::Entry entry = OpenGroups::of_this_thread().enter(calls_);
-    if (entry == OpenGroups::Entry::refused) raise(refusal_(name, name_of(calls_->end())));
-    int status = 0;
-    {
-      const ReleasedLock released;
-      status = function(arguments...);
-      if (entry == OpenGroups::Entry::call) calls_->leave();
-    }
-    if (status != 0) raise(error_(status, name));
-  }
-
-  const AllReduce all_reduce_;
-  const Reduce reduce_;
-  const Broadcast broadcast_;
-  const AllGather all_gather_;
-  const AllReduce reduce_scatter_;
-  const Send send_;
-  const Recv recv_;
+  const Functions functions_;
   void* const handle_;
   const nb::object error_;
   const nb::object refusal_;
   const std::shared_ptr<Calls> calls_ = std::make_shared<Calls>();
 };
 
+template <class>
+using Handle = nb::handle;
+
+// The method for a function, by the kinds of its arguments before communicator and stream as `nccl.h` has
+// them: buffers, the count, codes of type, reduction, root or peer.
+template <Function function, class... Kinds>
+void call(const Communicator& self, Handle<Kinds>... given, nb::handle stream) {
+  const char* const name = kNames[function];
+  self.issue(function, from<void*>(name, stream), from<Kinds>(name, given)...);
+}
+
 class GroupCalls {
  public:
   GroupCalls(std::uintptr_t start, std::uintptr_t end, nb::object error)
-      : start_(reinterpret_cast<Function>(start)),
-        end_(reinterpret_cast<Function>(end)),
+      : start_(reinterpret_cast<int (*)()>(start)),
+        end_(reinterpret_cast<int (*)()>(end)),
         error_(std::move(error)) {
     if (start == 0 || end == 0) throw std::invalid_argument("a function of NCCL has no address");
   }
@@ -203,31 +171,26 @@ class GroupCalls {
       const ReleasedLock released;
       status = start_();
     }
-    check(status, "ncclGroupStart");
+    if (status != 0) raise(error_(status, "ncclGroupStart"));
     OpenGroups::of_this_thread().opened();
   }
 
-  void end() const {
+  // An error of the group says nothing new where one of the block is under way.
+  void end(nb::handle error_of_block) const {
     int status = 0;
     {
       const ReleasedLock released;
       status = end_();
       OpenGroups::of_this_thread().closed();
     }
-    check(status, "ncclGroupEnd");
+    if (status != 0 && error_of_block.is_none()) raise(error_(status, "ncclGroupEnd"));
   }
 
   bool open() const { return OpenGroups::of_this_thread().any(); }
 
  private:
-  using Function = int (*)();
-
-  void check(int status, const char* name) const {
-    if (status != 0) raise(error_(status, name));
-  }
-
-  const Function start_;
-  const Function end_;
+  int (*const start_)();
+  int (*const end_)();
   const nb::object error_;
 };
 
@@ -270,20 +233,14 @@ void bind_nccl(nb::module_& module) {
   nb::class_<Communicator>(module, "NcclCommunicator")
       .def(nb::init<const Communicator::Functions&, std::uintptr_t, nb::object, nb::object>(),
            nb::arg("functions"), nb::arg("handle"), nb::arg("error"), nb::arg("refusal"))
-      .def("all_reduce", &Communicator::all_reduce, nb::arg("send"), nb::arg("recv"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("stream"))
-      .def("reduce", &Communicator::reduce, nb::arg("send"), nb::arg("recv"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("stream"))
-      .def("broadcast", &Communicator::broadcast, nb::arg("send"), nb::arg("recv"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("root"), nb::arg("stream"))
-      .def("all_gather", &Communicator::all_gather, nb::arg("send"), nb::arg("recv"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("stream"))
-      .def("reduce_scatter", &Communicator::reduce_scatter, nb::arg("send"), nb::arg("recv"),
-           nb::arg("recv_count"), nb::arg("dtype"), nb::arg("op"), nb::arg("stream"))
-      .def("send", &Communicator::send, nb::arg("send"), nb::arg("count"), nb::arg("dtype"), nb::arg("peer"),
-           nb::arg("stream"))
-      .def("recv", &Communicator::recv, nb::arg("recv"), nb::arg("count"), nb::arg("dtype"), nb::arg("peer"),
-           nb::arg("stream"))
+      .def_static("functions", [] { return std::vector<std::string>(kNames.begin(), kNames.end()); })
+      .def("all_reduce", &call<all_reduce, void*, void*, std::size_t, int, int>)
+      .def("reduce", &call<reduce, void*, void*, std::size_t, int, int, int>)
+      .def("broadcast", &call<broadcast, void*, void*, std::size_t, int, int>)
+      .def("all_gather", &call<all_gather, void*, void*, std::size_t, int>)
+      .def("reduce_scatter", &call<reduce_scatter, void*, void*, std::size_t, int, int>)
+      .def("send", &call<send, void*, std::size_t, int, int>)
+      .def("recv", &call<recv, void*, std::size_t, int, int>)
       .def("enter", &Communicator::enter, nb::arg("function"))
       .def("leave", &Communicator::leave)
       .def("close", &Communicator::close, nb::arg("aborts"), nb::arg("patience").none() = nb::none())
@@ -291,8 +248,11 @@ void bind_nccl(nb::module_& module) {
   nb::class_<GroupCalls>(module, "NcclGroups")
       .def(nb::init<std::uintptr_t, std::uintptr_t, nb::object>(), nb::arg("start"), nb::arg("end"),
            nb::arg("error"))
-      .def("start", &GroupCalls::start)
-      .def("end", &GroupCalls::end)
+      .def("__enter__", &GroupCalls::start)
+      .def(
+          "__exit__",
+          [](const GroupCalls& calls, nb::handle, nb::handle error, nb::handle) { calls.end(error); },
+          nb::arg("kind").none(), nb::arg("error").none(), nb::arg("traceback").none())
       .def_prop_ro("open", &GroupCalls::open);
   nb::class_<Turns>(module, "NcclTurns")
       .def(nb::init<double>(), nb::arg("patience"))

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "nccl/calls_in_progress.hpp"
+#include "nccl/calls.hpp"
 #include "tests/testing.hpp"
 
 namespace collectives {

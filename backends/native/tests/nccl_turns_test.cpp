@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "nccl/turns.hpp"
+#include "nccl/calls.hpp"
 #include "tests/testing.hpp"
 
 namespace collectives {

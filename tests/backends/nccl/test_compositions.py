@@ -13,20 +13,19 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import SEEDS, load, make_group, run_over_double
+from nccl_double.groups import SEEDS, load, make_group, register_over_double, run_over_double
 from optimizers_in_hooks import every_form
 from ports import free_port
 
 import collectives
 from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError, dist2
 from collectives.backends import nccl
-from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL
+from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.device import CudaDevice
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.codes import NcclError
+from collectives.backends.nccl.library import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
-from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
+from collectives.registry.backends import GroupOptions
 from collectives.registry.by_device import ProcessGroupByDevice
 
 ROWS, LANES = 24, 3
@@ -79,25 +78,8 @@ def over_lanes(first: Any, path: Path) -> None:
 
 def on_a_world(group: Any, path: Path) -> None:
     """The user functions, the registry and mixed groups reach it as they reach any backend."""
-    load(path)
     rank, size = group.rank(), group.size()
-    nccl = make_group
-
-    def create(options: Any) -> Any:
-        return nccl(
-            path,
-            "pynccl",
-            options.rank,
-            options.size,
-            options.store,
-            timeout=options.timeout,
-            group_name=options.group_name,
-            device_id=options.device_id,
-            global_ranks=options.global_ranks,
-            split_from=options.split_from,
-        )
-
-    register_backend_spec(BackendSpec("nccl_over_double", ("cpu",), create))
+    register_over_double("nccl_over_double", path, "pynccl")
     store = torch_dist.PrefixStore("world", group.get_group_store())
     collectives.init_process_group("nccl_over_double", store=store, rank=rank, world_size=size)
     x = torch.full((3,), 1.0 + rank)

@@ -1,8 +1,9 @@
-"""Calls of the CUDA runtime, on a library that answers as it does: there is no GPU here."""
+"""The device: calls of the CUDA runtime, on a library that answers as it does, and turns of threads."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_ranks
+
+from collectives.backends.nccl.device import Issuing
 
 _SOURCE = """
 #include <unistd.h>
@@ -90,7 +93,7 @@ def asked(rank: int, size: int, path: Path) -> None:
     import ctypes
 
     from collectives import _native
-    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+    from collectives.backends.nccl.device import runtime_functions
 
     library = ctypes.CDLL(str(path))
     streams = _native.CudaStreams(runtime_functions(), 3)
@@ -155,7 +158,7 @@ def test_streams_and_events(runtime: Path) -> None:
 def refused(rank: int, size: int, path: Path | None, why: str) -> None:
     import ctypes
 
-    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+    from collectives.backends.nccl.device import runtime_functions
 
     if path is not None:
         ctypes.CDLL(str(path))
@@ -180,7 +183,7 @@ def test_a_runtime_without_the_functions(tmp_path: Path) -> None:
 def found_by_another(rank: int, size: int, path: Path) -> None:
     import ctypes
 
-    from collectives.backends.nccl.device.cuda_runtime import runtime_functions
+    from collectives.backends.nccl.device import runtime_functions
 
     ctypes.CDLL(str(path))
     assert all(runtime_functions())
@@ -224,3 +227,52 @@ def test_a_runtime_that_another_library_needs(runtime: Path, tmp_path: Path) -> 
     linked = ["-Wl,--no-as-needed", f"-L{tmp_path}", "-lhidden", f"-Wl,-rpath,{tmp_path}"]
     subprocess.run([*command, *linked], check=True)
     run_ranks(found_by_another, 1, path, isolated=True)
+
+
+def in_turn(turns: Issuing, *communicators: str) -> tuple[threading.Thread, threading.Event, threading.Event]:
+    """Starts a thread that takes a turn; returns it, what tells that it has its turn, and what ends that."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with turns.turn(*communicators):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, inside, leave
+
+
+def test_a_signal_breaks_the_wait_off() -> None:
+    turns = Issuing()
+    thread, inside, leave = in_turn(turns, "a")
+    assert inside.wait(20)
+
+    def interrupt(*_: object) -> None:
+        raise ZeroDivisionError
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    later = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR2))
+    later.start()
+    try:
+        with pytest.raises(ZeroDivisionError), turns.turn("a"):
+            pytest.fail("two threads on one communicator")
+    finally:
+        later.join()
+        signal.signal(signal.SIGUSR2, before)
+        leave.set()
+        thread.join()
+    with turns.turn("a"):  # what was broken off is no turn
+        pass
+
+
+def interrupted(turns: Issuing) -> None:
+    with turns.turn("a"):
+        raise ZeroDivisionError
+
+
+def test_an_error_ends_the_turn() -> None:
+    turns = Issuing()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            interrupted(turns)

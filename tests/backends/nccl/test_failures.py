@@ -19,9 +19,10 @@ import torch
 from conformance.test_renewal import broken_and_renewed
 from conformance.test_works import eventually, gate
 from harness import Died
-from nccl_double.groups import load, make_group, run_over_double
+from nccl_double.groups import load, logged, make_group, run_over_double
 from no_threads import threadless
 from sources import IMPORTED_FROM
+from store_server import store_server
 
 import collectives
 from collectives import (
@@ -31,9 +32,10 @@ from collectives import (
     PeerLostError,
     ProcessGroup,
 )
-from collectives.backends.nccl import ends
-from collectives.backends.nccl.libnccl.codes import NcclError
+from collectives.backends.nccl import communicators
+from collectives.backends.nccl.library import NcclError
 from collectives.core.types import AllreduceOptions, make_premul_sum
+from collectives.store import TCPStore
 
 SHORT = {"timeout": timedelta(seconds=1)}
 BLOCKS = timedelta(seconds=15)
@@ -65,11 +67,6 @@ def a_rank_does_not_call(group: ProcessGroup) -> None:
     gate("expired", group)
 
 
-@pytest.mark.full
-def test_a_rank_does_not_call(nccl_library: Path) -> None:
-    run_over_double(a_rank_does_not_call, 2, nccl_library, options=SHORT)
-
-
 def without_threads(group: ProcessGroup) -> None:
     """An operation that finds no thread for its communicator, or for who watches it, has not begun."""
     x = torch.ones(3)
@@ -77,10 +74,6 @@ def without_threads(group: ProcessGroup) -> None:
         gate("refused", group)
     group.allreduce(x).wait(BLOCKS)
     assert x.tolist() == [2.0] * 3
-
-
-def test_operations_without_a_thread(nccl_library: Path) -> None:
-    run_over_double(without_threads, 2, nccl_library)
 
 
 def elsewhere(group: ProcessGroup) -> None:
@@ -114,15 +107,6 @@ def limits_together(group: ProcessGroup) -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #3 .*\[3\].*time limit of 2 s"):
         works[0].wait(BLOCKS)
     gate("expired", group)
-
-
-def test_each_of_several_has_its_limit(nccl_library: Path) -> None:
-    run_over_double(limits_together, 2, nccl_library)
-
-
-@pytest.mark.full
-def test_the_message_tells_where_the_others_are(nccl_library: Path) -> None:
-    run_over_double(elsewhere, 2, nccl_library)
 
 
 def a_rank_never_comes(group: ProcessGroup) -> None:
@@ -176,11 +160,6 @@ def test_a_rank_refuses_alone(nccl_library: Path, refused_at: str) -> None:
     assert numbers == [["all_reduce #1", "barrier #2"]] * 2
 
 
-@pytest.mark.full
-def test_a_rank_never_comes(nccl_library: Path) -> None:
-    run_over_double(a_rank_never_comes, 3, nccl_library, options=SHORT)
-
-
 def aborted_by_rank_0(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait()
     alone = AllreduceOptions(asyncOp=False)
@@ -203,11 +182,6 @@ def aborted_by_rank_0(group: ProcessGroup) -> None:
     gate("over", group)
 
 
-@pytest.mark.full
-def test_abort_from_another_thread(nccl_library: Path) -> None:
-    run_over_double(aborted_by_rank_0, 3, nccl_library)
-
-
 def killed(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait()
     if group.rank() == 1:
@@ -220,20 +194,11 @@ def killed(group: ProcessGroup) -> None:
     is_broken(group, "rank 1 is lost", GroupAbortedError)
 
 
-def test_a_rank_is_killed(nccl_library: Path) -> None:
-    results = run_over_double(killed, 3, nccl_library, lost={1})
-    assert results[1] == Died(-signal.SIGKILL)
-
-
 def killed_before_connecting(group: ProcessGroup) -> None:
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
         group.allreduce(torch.ones(3))
-
-
-def test_a_rank_is_killed_before_connections_are_made(nccl_library: Path) -> None:
-    run_over_double(killed_before_connecting, 2, nccl_library, lost={1})
 
 
 def killed_while_connecting(group: Any) -> None:
@@ -257,14 +222,6 @@ def connected_too_late(group: Any) -> None:
     over.set()
 
 
-def test_a_rank_is_killed_while_connections_are_made(nccl_library: Path) -> None:
-    run_over_double(killed_while_connecting, 2, nccl_library, lost={1})
-
-
-def test_connections_take_too_long(nccl_library: Path) -> None:
-    run_over_double(connected_too_late, 2, nccl_library, options={"timeout": timedelta(seconds=3)})
-
-
 def broken_for_another_group(group: ProcessGroup) -> None:
     """As lanes of a composition are: who passes the cause on is not blamed."""
     group.allreduce(torch.ones(1)).wait()
@@ -279,11 +236,6 @@ def broken_for_another_group(group: ProcessGroup) -> None:
     gate("told", group)
 
 
-@pytest.mark.full
-def test_a_group_that_breaks_for_another_one(nccl_library: Path) -> None:
-    run_over_double(broken_for_another_group, 3, nccl_library)
-
-
 def left(group: ProcessGroup) -> None:
     """A rank shuts the group down while another still needs it; one that does not goes on."""
     group.allreduce(torch.ones(1)).wait()
@@ -295,10 +247,6 @@ def left(group: ProcessGroup) -> None:
     else:
         with pytest.raises(DistBackendError, match="rank 1"):
             group.barrier().wait()
-
-
-def test_a_rank_leaves_too_early(nccl_library: Path) -> None:
-    run_over_double(left, 2, nccl_library)
 
 
 def needs_of_operations(group: ProcessGroup) -> None:
@@ -318,16 +266,12 @@ def needs_of_operations(group: ProcessGroup) -> None:
             call().wait()
             continue
         slow: list[Any] = []
-        with mock.patch.object(group, "check_peers", slow.append):
+        with mock.patch.object(group._failures, "check_peers", lambda one, _, slow=slow: slow.append(one)):
             work = call()
             assert eventually(lambda slow=slow: any(slow))
         assert slow[-1].peers == needed
         gate(call.__name__, group)
         work.wait()
-
-
-def test_needs_of_operations(nccl_library: Path) -> None:
-    run_over_double(needs_of_operations, 2, nccl_library)
 
 
 def errors_of_nccl(group: Any, path: Path) -> None:
@@ -351,7 +295,7 @@ def asynchronous_error(group: Any, path: Path) -> None:
     gate("first", group)  # an error fails all that is under way, on both ranks
     if group.rank() == 0:
         work = group.allreduce(torch.ones(3))
-        (communicator,) = group._communicators.ends.open()
+        (communicator,) = group._communicators.open()
         double.set_async_error(communicator.handle, 1, "ordered by a test")
         with pytest.raises(DistBackendError, match=r"all_reduce #2 .*ordered by a test"):
             work.wait(BLOCKS)
@@ -374,14 +318,6 @@ def refused(group: Any, path: Path) -> None:
     group.allreduce(torch.ones(3)).wait()  # a second try
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "body", [errors_of_nccl, asynchronous_error, refused], ids=lambda body: body.__name__
-)
-def test_errors_of_nccl(nccl_library: Path, body: Any) -> None:
-    run_over_double(body, 2, nccl_library, nccl_library)
-
-
 def not_connected(group: Any, path: Path) -> None:
     """The first message connects both directions, in the call itself; what fails there ends the group."""
     double = load(path)
@@ -402,7 +338,7 @@ def a_bad_factor(group: Any, _: Path) -> None:
     if group.rank() == 1:
         gate("failed", group)
         return
-    (communicator,) = group._communicators.ends.open()
+    (communicator,) = group._communicators.open()
 
     def fails(factor: float, dtype: int) -> int:
         raise NcclError(3, "ncclRedOpCreatePreMulSum", "ordered by a test")
@@ -414,27 +350,6 @@ def a_bad_factor(group: Any, _: Path) -> None:
     gate("failed", group)
 
 
-@pytest.mark.parametrize("body", [not_connected, a_bad_factor], ids=lambda body: body.__name__)
-def test_errors_before_the_operation(nccl_library: Path, body: Any) -> None:
-    run_over_double(body, 2, nccl_library, nccl_library)
-
-
-def set_up_wrongly(group: ProcessGroup) -> None:
-    """A rank that finds out alone that it cannot connect does so before the others wait in NCCL."""
-    if group.rank() == 1:
-        os.environ["NCCL_COMM_BLOCKING"] = "0"
-        with pytest.raises(DistBackendError, match="NCCL_COMM_BLOCKING=0"):
-            group.allreduce(torch.ones(1))
-    else:
-        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-            group.allreduce(torch.ones(1))
-    gate("told", group)
-
-
-def test_a_rank_is_set_up_wrongly(nccl_library: Path) -> None:
-    run_over_double(set_up_wrongly, 2, nccl_library, options=SHORT)
-
-
 def connect(group: Any) -> list[Any]:
     group.allreduce(torch.ones(1)).wait()
     with group._together():
@@ -442,7 +357,7 @@ def connect(group: Any) -> list[Any]:
         received = group.recv(torch.ones(1), 1 - group.rank())
     received.wait()
     group.barrier().wait()
-    opened: list[Any] = group._communicators.ends.open()
+    opened: list[Any] = group._communicators.open()
     assert len(opened) == 2
     return opened
 
@@ -462,7 +377,7 @@ def aborted_together(group: Any, path: Path) -> None:
 def at_the_end_of_the_interpreter(group: Any, path: Path) -> None:
     """No thread can begin then, and NCCL may not come back."""
     opened = connect(group)
-    ends._SECONDS = 0.5
+    communicators._END_SECONDS = 0.5
     load(path).hold_in_graph(opened[0].handle, True)
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("the interpreter ends")):
         group._finalizer()
@@ -474,18 +389,15 @@ def left_behind(group: Any, path: Path) -> None:
     """NCCL does not abort a communicator while a CUDA graph with its operations lives; abort goes on."""
     opened = connect(group)
     gate("connected", group)
-    ends._SECONDS = 0.5
+    communicators._END_SECONDS = 0.5
     handle = opened[0].handle
     load(path).hold_in_graph(handle, True)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("collectives").addHandler(handler)
-    group.abort()
-    assert any("has not aborted the group's communicators" in line for line in told), told
-    assert not group._communicators.ends._over.is_set()
+    with logged(logging.WARNING, "has not aborted the group's communicators") as told:
+        group.abort()
+    assert told
+    assert not group._communicators.over.is_set()
     load(path).hold_in_graph(handle, False)
-    assert eventually(group._communicators.ends._over.is_set)
+    assert eventually(group._communicators.over.is_set)
 
 
 def on_a_device_with_an_error(group: Any, _: Path) -> None:
@@ -493,18 +405,8 @@ def on_a_device_with_an_error(group: Any, _: Path) -> None:
     connect(group)
     (device,) = group._devices.values()
     with mock.patch.object(type(device), "activate", side_effect=RuntimeError("CUDA error 700")):
-        group._communicators.ends.abort()
-    assert group._communicators.ends._over.is_set()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "body",
-    [aborted_together, at_the_end_of_the_interpreter, left_behind, on_a_device_with_an_error],
-    ids=lambda body: body.__name__,
-)
-def test_the_end_of_all_communicators(nccl_library: Path, body: Any) -> None:
-    run_over_double(body, 2, nccl_library, nccl_library)
+        group._communicators.abort()
+    assert group._communicators.over.is_set()
 
 
 def dropped(group: Any, path: Path) -> None:
@@ -532,10 +434,6 @@ def dropped(group: Any, path: Path) -> None:
     is_broken(group, "was shut down")
 
 
-def test_nothing_is_left(nccl_library: Path) -> None:
-    run_over_double(dropped, 2, nccl_library, nccl_library)
-
-
 def lost_under_objects(group: ProcessGroup) -> None:
     """Memory that a lost rank did not fill is not taken for its object."""
     if group.rank() == 1:
@@ -547,8 +445,59 @@ def lost_under_objects(group: ProcessGroup) -> None:
         collectives.broadcast_object_list([None], group_src=1, group=group)
 
 
-def test_a_rank_is_lost_while_the_host_reads(nccl_library: Path) -> None:
-    run_over_double(lost_under_objects, 2, nccl_library, lost={1}, timeout=100)
+LOST = {"lost": {1}, "timeout": 100}
+
+
+def full(body: Any, size: int, **more: Any) -> Any:
+    return pytest.param(body, size, more, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "more"),
+    [
+        full(a_rank_does_not_call, 2, options=SHORT),
+        (without_threads, 2, {}),
+        (limits_together, 2, {}),
+        full(elsewhere, 2),
+        full(a_rank_never_comes, 3, options=SHORT),
+        full(aborted_by_rank_0, 3),
+        (killed, 3, LOST),
+        (killed_before_connecting, 2, LOST),
+        (killed_while_connecting, 2, LOST),
+        (connected_too_late, 2, {"options": {"timeout": timedelta(seconds=3)}}),
+        full(broken_for_another_group, 3),
+        (left, 2, {}),
+        (needs_of_operations, 2, {}),
+        (lost_under_objects, 2, LOST),
+        (broken_and_renewed, 3, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_failures(nccl_library: Path, body: Any, size: int, more: dict[str, Any]) -> None:
+    results = run_over_double(body, size, nccl_library, **more)
+    if more is LOST:
+        assert results[1] == Died(-signal.SIGKILL)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "body",
+    [
+        errors_of_nccl,
+        asynchronous_error,
+        refused,
+        not_connected,
+        a_bad_factor,
+        aborted_together,
+        at_the_end_of_the_interpreter,
+        left_behind,
+        on_a_device_with_an_error,
+        dropped,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_errors_and_ends(nccl_library: Path, body: Any) -> None:
+    run_over_double(body, 2, nccl_library, nccl_library)
 
 
 # What is registered first is called last.
@@ -581,5 +530,35 @@ def test_no_watchdog_outlives_the_interpreter(nccl_library: Path, end: str) -> N
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_a_broken_group_is_connected_anew(nccl_library: Path) -> None:
-    run_over_double(broken_and_renewed, 3, nccl_library)
+PATIENCE = timedelta(minutes=10)  # of the store's client, beyond the limit of the test
+
+
+def alone(group: ProcessGroup, path: Path, port: int, server: int) -> None:
+    """An operation that the other rank does not take part in, while the store's process is stopped."""
+    store = TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    rank = group.rank()
+    other = make_group(path, "cupy", rank, 2, store, timeout=timedelta(seconds=2), group_name="deaf")
+    other.allreduce(torch.ones(1)).wait()
+    other.barrier().wait()
+    gate("connected", group)
+    if rank == 0:
+        os.kill(server, signal.SIGSTOP)
+        try:
+            work = other.allreduce(torch.ones(2))
+            assert eventually(lambda: work.exception() is not None), "the limit waits for the store"
+            with pytest.raises(
+                CollectiveTimeoutError, match=r"all_reduce #\d+ .*passed its time limit of 2 s"
+            ):
+                work.wait(timedelta(seconds=30))
+            with pytest.raises(GroupAbortedError, match="first cause"):
+                other.allreduce(torch.ones(1))
+        finally:
+            os.kill(server, signal.SIGCONT)
+    gate("over", group)
+    other.abort()
+
+
+def test_time_limits_hold_without_the_store(nccl_library: Path) -> None:
+    with store_server() as server:
+        pid = int(server.evaluate("os.getpid()"))
+        run_over_double(alone, 2, nccl_library, nccl_library, server.port, pid, timeout=60)

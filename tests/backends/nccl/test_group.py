@@ -12,10 +12,10 @@ import pytest
 import torch
 from conformance import test_forms, test_movement, test_reductions, test_time_limits, test_works
 from conformance.oracle import NcclReport, values
+from conformance.statements import check_statements
 from harness import run_ranks
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import load, make_group, run_over_double
-from nccl_double.ranks import PROVIDERS
+from nccl_double.groups import PROVIDERS, load, make_group, run_over_double
 
 from collectives import DistError, ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends.nccl import ProcessGroupNCCL
@@ -334,3 +334,15 @@ def several(group: ProcessGroup) -> None:
 @sizes
 def test_messages_and_several_at_once(nccl_library: Path, provider: str, size: int) -> None:
     run_over_double(several, size, nccl_library, provider=provider)
+
+
+def statements_hold(group: ProcessGroup) -> tuple[int, int]:
+    return check_statements(group, "cpu", None, NcclReport)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("provider", ["cupy", "pynccl"])
+def test_statements(nccl_library: Path, provider: str) -> None:
+    results = run_over_double(statements_hold, 2, nccl_library, provider=provider, timeout=100)
+    assert len(set(results)) == 1
+    assert min(results[0]) > 100

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,13 @@ import torch
 import torch.distributed as torch_dist
 from conformance.test_works import eventually, gate
 from harness import current_store
-from nccl_double.groups import load, make_group, run_over_double
+from nccl_double.groups import load, logged, make_group, register_over_double, run_over_double
 
 import collectives
 from collectives import DistBackendError, DistStoreError
-from collectives.backends.nccl import ends
-from collectives.registry.backends import BackendSpec, register_backend_spec
+from collectives.backends.nccl import communicators
 
 LIMIT = timedelta(seconds=15)
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """Notes what is logged meanwhile."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("collectives")
-    log.addHandler(handler)
-    try:
-        yield told
-    finally:
-        log.removeHandler(handler)
 
 
 def another(group: Any, path: Path, name: str) -> Any:
@@ -65,7 +49,7 @@ def ending() -> list[threading.Thread]:
 def one_after_the_other(group: Any, path: Path) -> None:
     """No rank waits longer than until the last has come, and says nothing."""
     groups = [another(group, path, name) for name in ("first", "second", "third")]
-    with warnings() as told:
+    with logged(logging.WARNING) as told:
         for one in groups:
             one.shutdown()
         assert not ending()
@@ -76,8 +60,8 @@ def one_after_the_other(group: Any, path: Path) -> None:
 def in_other_orders(group: Any, path: Path) -> None:
     """Each rank goes on with its next group after a while, so that all end."""
     groups = [another(group, path, name) for name in ("first", "second")]
-    ends._SECONDS = 0.5
-    with warnings() as told:
+    communicators._END_SECONDS = 0.5
+    with logged(logging.WARNING) as told:
         for one in groups if group.rank() else reversed(groups):
             one.shutdown()
     store = group.get_group_store()
@@ -91,7 +75,7 @@ def in_other_orders(group: Any, path: Path) -> None:
 
 def beside_one_that_aborts(group: Any, path: Path) -> None:
     made = another(group, path, "aborted by rank 1")
-    with warnings() as told:
+    with logged(logging.WARNING) as told:
         made.abort() if group.rank() == 1 else made.shutdown()
         assert not ending()
     assert told == []
@@ -102,12 +86,7 @@ def of_a_world(group: Any, path: Path) -> None:
     """Groups of other ranks, of which each ends by itself, and the rest with the world."""
     rank, size = group.rank(), group.size()
 
-    def create(options: Any) -> Any:
-        fields = ("timeout", "group_name", "device_id", "global_ranks", "split_from")
-        about = {field: getattr(options, field) for field in fields}
-        return make_group(path, "cupy", options.rank, options.size, options.store, **about)
-
-    register_backend_spec(BackendSpec("nccl_over_double", ("cpu",), create))
+    register_over_double("nccl_over_double", path)
     for bound in (None, torch.device("cpu")):
         store = torch_dist.PrefixStore(f"world on {bound}", group.get_group_store())
         world = {"store": store, "rank": rank, "world_size": size, "device_id": bound}
@@ -118,7 +97,7 @@ def of_a_world(group: Any, path: Path) -> None:
         for one in mine:
             collectives.all_reduce(torch.ones(1), group=one)
         collectives.barrier()
-        with warnings() as told:
+        with logged(logging.WARNING) as told:
             if rank < 2:
                 collectives.destroy_process_group(mine[1])  # that of ranks 0 and 1
             collectives.destroy_process_group()
@@ -148,8 +127,8 @@ def heard_of_before_the_abort(group: Any, path: Path) -> None:
             group.allreduce(torch.ones(3)).wait(LIMIT)
         current_store().set("heard", "")
         return
-    ends._SECONDS = 2 * LIMIT.total_seconds()
-    (communicator,) = group._communicators.ends.open()
+    communicators._END_SECONDS = 2 * LIMIT.total_seconds()
+    (communicator,) = group._communicators.open()
     handle = communicator.handle
     double.hold_in_graph(handle, True)
     heard: list[bool] = []

@@ -9,125 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from nccl_double import LastCall, NcclDouble
-from nccl_double.ranks import PROVIDERS, connected, on
+from nccl_double.groups import PROVIDERS, connected, on
 
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.codes import (
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.library import (
     DATA_TYPES,
-    REDUCTIONS,
+    Communicator,
+    NcclConfig,
     NcclDataType,
+    NcclError,
     NcclRedOp,
     NcclStatus,
     version_text,
 )
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclConfig, NcclError
 
 pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
-SIZES = pytest.mark.parametrize("size", [2, 3, 4])
-
 FLOAT = NcclDataType.FLOAT32
-
-
-def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns numbers whose sums and products over four ranks every type holds exactly."""
-    return ((torch.arange(count) + rank) % 2 + 1).to(dtype)
-
-
-def reduced(op: NcclRedOp, inputs: list[torch.Tensor]) -> torch.Tensor:
-    wide = torch.stack([tensor.to(torch.float64) for tensor in inputs])
-    kinds = {
-        NcclRedOp.SUM: wide.sum(0),
-        NcclRedOp.PROD: wide.prod(0),
-        NcclRedOp.MAX: wide.amax(0),
-        NcclRedOp.MIN: wide.amin(0),
-    }
-    dtype = inputs[0].dtype
-    if op == NcclRedOp.AVG and dtype.is_floating_point:  # each input times an inverse of its own type
-        inverse = torch.tensor(1 / len(inputs), dtype=dtype).to(torch.float64)
-        scaled = (wide * inverse).to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        return sum(scaled[1:], scaled[0]).to(dtype)
-    result = wide.mean(0).floor() if op == NcclRedOp.AVG else kinds[op]
-    return result.to(dtype)
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.to(torch.float64).tolist() == expected.to(torch.float64).tolist()
-
-
-def reductions(rank: int, size: int, provider: str, path: Path) -> None:
-    with connected(rank, size, provider, path) as (_, _, communicator):
-        for dtype, code in DATA_TYPES.items():
-            if dtype == torch.bool:
-                continue
-            for op in REDUCTIONS.values():
-                inputs = [values(peer, 3 * size, dtype) for peer in range(size)]
-                whole = reduced(op, inputs)
-                mine = inputs[rank].clone()
-                out = torch.zeros_like(mine)
-                communicator.all_reduce(mine.data_ptr(), out.data_ptr(), mine.numel(), code, op, 0)
-                same(out, whole)
-                same(mine, inputs[rank])
-                communicator.reduce_scatter(mine.data_ptr(), out.data_ptr(), 3, code, op, 0)
-                same(out[:3], whole[3 * rank : 3 * rank + 3])
-                for root in range(size):
-                    out = torch.zeros_like(mine)
-                    target = out.data_ptr() if rank == root else 0
-                    communicator.reduce(mine.data_ptr(), target, mine.numel(), code, op, root, 0)
-                    same(out, whole if rank == root else torch.zeros_like(mine))
-                communicator.all_reduce(mine.data_ptr(), mine.data_ptr(), mine.numel(), code, op, 0)
-                same(mine, whole)
-
-
-@pytest.mark.sampled(1)
-@SIZES
-def test_reductions_of_every_type(provider: str, size: int, nccl_library: Path) -> None:
-    on(provider, nccl_library, reductions, size)
-
-
-def movements(rank: int, size: int, provider: str, path: Path) -> None:
-    with connected(rank, size, provider, path) as (_, library, communicator):
-        assert (communicator.rank, communicator.size) == (rank, size)
-        assert communicator.handle != 0
-        for count in (0, 1, 100_003):
-            for root in range(size):
-                data = torch.full((count,), float(rank))
-                communicator.broadcast(data.data_ptr(), data.data_ptr(), count, FLOAT, root, 0)
-                same(data, torch.full((count,), float(root)))
-            mine = torch.full((count,), rank + 0.5)
-            out = torch.zeros(size * count)
-            communicator.all_gather(mine.data_ptr(), out.data_ptr(), count, FLOAT, 0)
-            same(out, (torch.arange(size) + 0.5).repeat_interleave(count))
-            out = torch.zeros(size * count)
-            out[rank * count : (rank + 1) * count] = rank
-            communicator.all_gather(
-                out.data_ptr() + rank * count * 4, out.data_ptr(), count, FLOAT, 0
-            )  # in place
-            same(out, torch.arange(size).repeat_interleave(count))
-            parts = torch.arange(size, dtype=torch.float32).repeat_interleave(count)
-            own = parts.data_ptr() + rank * count * 4
-            communicator.reduce_scatter(parts.data_ptr(), own, count, FLOAT, NcclRedOp.SUM, 0)  # in place
-            same(parts[rank * count : (rank + 1) * count], torch.full((count,), float(rank * size)))
-            sent = torch.tensor([[rank * 10.0 + peer] * count for peer in range(size)])
-            received = torch.zeros(size, count)
-            with library.group():  # all to all, the rank itself included
-                for peer in range(size):
-                    communicator.send(sent[peer].data_ptr(), count, FLOAT, peer, 0)
-                    communicator.recv(received[peer].data_ptr(), count, FLOAT, peer, 0)
-            same(received, torch.tensor([[peer * 10.0 + rank] * count for peer in range(size)]))
-        first, second = torch.tensor([1.0 + rank]), torch.tensor([2.0 + rank])
-        if rank == 0:
-            for data in (first, second):
-                communicator.send(data.data_ptr(), 1, FLOAT, 1, 0)
-        elif rank == 1:
-            for data in (first, second):
-                communicator.recv(data.data_ptr(), 1, FLOAT, 0, 0)
-            assert (first.item(), second.item()) == (1.0, 2.0), "in the order of sending"
-
-
-@pytest.mark.sampled(1)
-@SIZES
-def test_movements(provider: str, size: int, nccl_library: Path) -> None:
-    on(provider, nccl_library, movements, size)
 
 
 def groups(rank: int, size: int, provider: str, path: Path) -> None:
@@ -137,38 +38,38 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         def reduce(data: torch.Tensor, communicator: Communicator = communicator, dtype: int = FLOAT) -> None:
             communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, dtype, NcclRedOp.SUM, 0)
 
-        with library.group():
-            with library.group():
+        with library.group:
+            with library.group:
                 reduce(one)
             reduce(two)
             assert one.item() == 1.0, "nothing starts before the outermost end"
         assert (one.item(), two.item()) == (size, sum(range(size)))
 
         with pytest.raises(NcclError, match="ncclGroupEnd") as caught:
-            library.group_end()
+            library.group.__exit__(None, None, None)
         assert caught.value.status == NcclStatus.INVALID_USAGE
 
         before = one.item()
-        library.group_start()
+        library.group.__enter__()
         reduce(one)
         with pytest.raises(NcclError, match="type 99"):
             reduce(two, dtype=99)
         with pytest.raises(NcclError, match="ncclInvalidArgument"):
-            library.group_end()
+            library.group.__exit__(None, None, None)
         assert one.item() == before, "none of a group that failed is started"
-        with pytest.raises(NcclError, match="type 99"), library.group():
+        with pytest.raises(NcclError, match="type 99"), library.group:
             reduce(two, dtype=99)
-        with pytest.raises(KeyError, match="mine"), library.group():
+        with pytest.raises(KeyError, match="mine"), library.group:
             raise KeyError("mine")
 
         for function in (
             lambda: communicator.split(0, 0),
             lambda: library.init(bytes(128), size, rank),
         ):
-            with pytest.raises(NcclError, match="close it first"), library.group():
+            with pytest.raises(NcclError, match="close it first"), library.group:
                 function()
-            with library.group():
-                with library.group():
+            with library.group:
+                with library.group:
                     pass
                 with pytest.raises(NcclError, match="close it first"):
                     function()  # the outer one is still open
@@ -176,7 +77,7 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         other = communicator.split(0, size - rank)
         assert other is not None
         assert other.rank == size - 1 - rank, "the key orders the ranks"
-        with library.group():  # communicators of one group do not wait for each other
+        with library.group:  # communicators of one group do not wait for each other
             pairs = [(communicator, one), (other, two)]
             one.fill_(1), two.fill_(2)
             for each, data in pairs if rank % 2 else reversed(pairs):
@@ -186,7 +87,7 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         streams = [double.stream(), double.stream()]
         one.fill_(1), two.fill_(2)
         double.sleep(streams[1], 50)
-        with library.group():  # one communicator on two streams: each waits for the other
+        with library.group:  # one communicator on two streams: each waits for the other
             for stream, data in zip(streams, (one, two), strict=True):
                 communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, NcclRedOp.SUM, stream)
         double.synchronize(streams[0])
@@ -490,30 +391,3 @@ def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
     library = providers.load(provider)
     with pytest.raises(ValueError, match="NCCL_COMM_BLOCKING=0"):
         library.init(library.unique_id(), size, rank)
-
-
-def orders(rank: int, size: int, provider: str, path: Path) -> None:
-    with connected(rank, size, provider, path) as (double, _, communicator):
-        producer, consumer = double.stream(), double.stream()
-        source = torch.full((1000,), 5.0)
-        data = torch.zeros(1000)
-        ready, done = double.event(), double.event()
-        double.sleep(producer, 100)
-        double.copy(producer, data.data_ptr(), source.data_ptr(), 4000)
-        double.record(ready, producer)
-        double.wait(ready, consumer)
-        communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1000, FLOAT, 0, consumer)
-        double.record(done, consumer)
-        assert not double.query(done), "the call returns before the stream has come to it"
-        assert not data.any()
-        double.synchronize_event(done)
-        same(data, torch.full((1000,), 5.0 * size))
-        called = []
-        double.call(consumer, lambda: called.append(data[0].item()))
-        double.wait(done, 0)
-        double.synchronize(consumer)
-        assert called == [5.0 * size]
-
-
-def test_order_on_streams(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, orders, 2)

@@ -14,14 +14,15 @@ import pytest
 import torch
 from harness import Died, current_store
 from nccl_double import NcclDouble
-from nccl_double.ranks import PROVIDERS, connected, on, shared_id
+from nccl_double.groups import PROVIDERS, connected, on, shared_id
 
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.codes import (
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.library import (
+    Communicator,
     NcclDataType,
+    NcclError,
     NcclStatus,
 )
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclError
 
 pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
 
@@ -39,7 +40,7 @@ def aborts(rank: int, size: int, provider: str, path: Path) -> None:
             if kind == "collective":
                 communicator.all_reduce(at, at, 4, FLOAT, 0, 0)
             else:
-                with library.group():
+                with library.group:
                     communicator.send(at, 4, FLOAT, 1 - rank, 0)
 
         for each, kind in ((part, "collective"), (communicator, "group")):
@@ -124,11 +125,11 @@ def ends(rank: int, size: int, provider: str, path: Path) -> None:
         parts[0].all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, stream)
         parts[0].destroy()
         assert data.item() == size, "destroy waits for what is under way"
-        with library.group():  # several at once
+        with library.group:  # several at once
             parts[1].abort()
             parts[2].abort()
         assert [part.handle for part in parts] == [0, 0, 0]
-        with library.group():
+        with library.group:
             communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, 0)
             communicator.abort()
 
@@ -198,7 +199,7 @@ def in_other_orders(rank: int, size: int, provider: str, path: Path) -> None:
         if rank == 1:  # from another thread it helps
             pairs[0][1].destroy()
         thread.join()
-        with library.group():
+        with library.group:
             for one in pairs[1]:
                 one.destroy()
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from harness import run_ranks
 from nccl_double import NcclDouble
-from nccl_double.ranks import PROVIDERS, shared_id
+from nccl_double.groups import PROVIDERS, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.interface import NcclConfig
-from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.library import NcclConfig
+from collectives.backends.nccl.providers import loaded_files
 
 pytestmark = [mark for provider in PROVIDERS for mark in provider.marks]
 
@@ -134,7 +134,7 @@ def second_copy(rank: int, size: int, path: Path) -> None:
     reason = str(providers.unavailable("pynccl"))
     assert f"pynccl would open {os.environ['NUMBA_NCCLLIB']}/libnccl.so.2" in reason
     assert f"this process has loaded {path}" in reason
-    assert [file.path for file in loaded_files()] == [str(path)]
+    assert loaded_files() == [str(path)]
     assert providers.load().name == "cupy", "the other one can still be used"
 
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from conformance.test_works import gate
 from nccl_double import NcclDouble
-from nccl_double.groups import load, run_over_double
-from nccl_double.ranks import PROVIDERS, on, shared_id
+from nccl_double.groups import PROVIDERS, load, on, run_over_double, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.codes import NcclStatus
-from collectives.backends.nccl.libnccl.interface import NcclError, NcclLibrary
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.library import NcclError, NcclLibrary, NcclStatus
 
 GPU = 0x98000
 

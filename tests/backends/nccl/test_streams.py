@@ -21,7 +21,6 @@ from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.backends.nccl import ProcessGroupNCCL
-from collectives.backends.nccl.operations.enqueue import Enqueuer
 from collectives.backends.round_robin.work import LaneWork
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
@@ -105,7 +104,7 @@ def kept_alive(group: ProcessGroup) -> None:
 def kept_alive_where_a_signal_raises(group: ProcessGroup) -> None:
     """Tensors of an operation live as long when a signal's handler raises before its Work is there."""
     device = DoubleDevice.shared(CPU)
-    own, launch = pool_stream(), Enqueuer._launch
+    own, launch = pool_stream(), ProcessGroupNCCL._launch
 
     def interrupted(*arguments: Any) -> None:
         launch(*arguments)
@@ -115,7 +114,7 @@ def kept_alive_where_a_signal_raises(group: ProcessGroup) -> None:
         device.sleep(own, DELAY)
         x = torch.ones(1000)
         alive = weakref.ref(x)
-        with mock.patch.object(Enqueuer, "_launch", interrupted), suppress(KeyboardInterrupt):
+        with mock.patch.object(ProcessGroupNCCL, "_launch", interrupted), suppress(KeyboardInterrupt):
             group.allreduce(x)
         del x
         gc.collect()

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import load, make_group, run_over_double
+from nccl_double.groups import load, register_over_double, run_over_double
 
-from collectives.backends.nccl.libnccl import providers
-from collectives.backends.nccl.libnccl.interface import NcclError
-from collectives.registry.backends import BackendSpec, register_backend_spec
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.library import NcclError
 from collectives.torch_bridge import register_backend
 
 
@@ -28,15 +27,7 @@ def seen(tensor: torch.Tensor) -> list[float]:
 
 def in_torchs_world(group: Any, path: Path) -> None:
     rank, size = group.rank(), group.size()
-
-    def create(options: Any) -> Any:
-        about = {
-            field: getattr(options, field)
-            for field in ("timeout", "group_name", "global_ranks", "device_id", "split_from")
-        }
-        return make_group(path, "cupy", options.rank, options.size, options.store, **about)
-
-    register_backend_spec(BackendSpec("over_double", ("cpu",), create))
+    register_over_double("over_double", path)
     register_backend("over_double", "over_double")
     store = torch_dist.PrefixStore("torch", group.get_group_store())
     torch_dist.init_process_group("over_double", store=store, rank=rank, world_size=size)

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,22 @@ from typing import Any
 import failing_hooks
 import pytest
 import torch
-from conformance.test_works import eventually
+from conformance.test_works import eventually, gate
 from harness import current_store
-from nccl_double.calls import do
 from nccl_double.device import DoubleDevice, Graph
-from nccl_double.groups import SEEDS, load, run_over_double
+from nccl_double.groups import SEEDS, host_refusing_to_wait, load, logged, run_over_double
 from sources import IMPORTED_FROM
+from torch import nn
 
-from collectives import CollectiveTimeoutError, GroupAbortedError, PeerLostError, ProcessGroup, ReduceOp
+from collectives import (
+    BarrierOptions,
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+    ProcessGroup,
+    ReduceOp,
+)
 from collectives.backends.nccl.options import Options
 from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
@@ -55,26 +62,18 @@ def rows(rank: int) -> torch.Tensor:
     return torch.arange(12.0).view(3, 4) / 10 + rank
 
 
+def passes(module: Any, group: ProcessGroup, count: int, fresh: bool = False) -> None:
+    """Runs backward passes; with fresh gradients, or adds to those that there are."""
+    for _ in range(count):
+        if fresh:
+            module.zero_grad()
+        module(rows(group.rank())).sum().backward()
+
+
 def step(module: Any, optimizer: Any, given: torch.Tensor) -> None:
     optimizer.zero_grad()
     module(given).square().mean().backward()
     optimizer.step()
-
-
-def meet(group: ProcessGroup, name: str) -> None:
-    store = current_store()
-    store.set(f"{name}/{group.rank()}", "")
-    store.wait([f"{name}/{rank}" for rank in range(group.size())])
-
-
-@contextmanager
-def host_refusing_to_wait() -> Iterator[None]:
-    """Lets a wait of the host for a stream raise."""
-    do("refuse_to_wait", 1)
-    try:
-        yield
-    finally:
-        do("refuse_to_wait", 0)
 
 
 def no_wait(group: ProcessGroup) -> None:
@@ -104,7 +103,7 @@ def settled(group: ProcessGroup) -> None:
     """Waits until the next forward of every rank knows how the last pass went."""
     device = DoubleDevice.shared(CPU)
     device.synchronize(device.current_stream())
-    meet(group, f"settled {next(_meetings)}")
+    gate(f"settled {next(_meetings)}", group)
 
 
 _meetings = itertools.count()
@@ -130,9 +129,7 @@ def missing_on_one(group: ProcessGroup) -> None:
             ) as caught:
                 module(rows(group.rank()))
         assert set(caught.value.reasons) == {1}
-        for _ in range(3):
-            module.zero_grad()
-            module(rows(group.rank())).sum().backward()
+        passes(module, group, 3, fresh=True)
         gradient = module.module.head.bias.grad
         assert gradient.tolist() == [3.0] * 2
 
@@ -141,17 +138,17 @@ def told_some_passes_later(group: ProcessGroup) -> None:
     """Ranks whose device is late run further passes before they learn of the error."""
     device = DoubleDevice.shared(CPU)
     module = model(group)
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
     settled(group)
-    device.sleep(device.current_stream(), 0.3)
+    goes_on = threading.Event()
+    device.call(device.current_stream(), goes_on.wait)
     if group.rank() == 1:
         with pytest.raises(GradientSyncError, match=r"head\.weight"):
             module(rows(1), with_head=False).sum().backward()
     else:
         module(rows(group.rank())).sum().backward()
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
+    goes_on.set()
     settled(group)
     if group.rank() != 1:
         with pytest.raises(GradientSyncError, match=r"last backward pass but 2 .*because of rank 1"):
@@ -168,8 +165,7 @@ def broken_off_on_one(group: ProcessGroup) -> None:
     def fails(gradient: torch.Tensor) -> None:
         raise KeyError("of the user")
 
-    for _ in range(3):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 3)
     given = rows(group.rank()).requires_grad_()
     hidden = module.module.body.register_forward_hook(
         lambda _module, _given, output: output.register_hook(fails) and None if group.rank() == 1 else None
@@ -185,9 +181,7 @@ def broken_off_on_one(group: ProcessGroup) -> None:
         settled(group)
         with pytest.raises(GradientSyncError, match="because of rank 1"):
             module(given)
-    for _ in range(2):
-        module.zero_grad()
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2, fresh=True)
     assert module.module.head.bias.grad.tolist() == [3.0] * 2
 
 
@@ -203,8 +197,7 @@ def out_of_step(group: ProcessGroup) -> None:
     """All ranks find out before the same forward, and say where each of them stood."""
     for stray in (1, 0):
         module = model(group)
-        for _ in range(2):
-            module(rows(group.rank())).sum().backward()
+        passes(module, group, 2)
         if group.rank() == stray:
             with module.no_sync():
                 module(rows(1)).sum().backward()
@@ -262,8 +255,7 @@ def laid_out_again(group: ProcessGroup) -> None:
 
 def at_once_where_waits_block(group: ProcessGroup) -> None:
     module = model(group)
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
     with pytest.raises(GradientSyncError, match=r"rank 1: .*head\.weight"):
         module(rows(group.rank()), with_head=group.rank() != 1).sum().backward()
 
@@ -331,19 +323,8 @@ def test_a_rank_is_lost_in_a_pass(nccl_library: Path, at_once: bool) -> None:
     run_over_double(lost, 2, nccl_library, at_once, options=options, lost={1}, timeout=100)
 
 
-def logged(what: str) -> list[str]:
-    """Returns where the messages of the package's log from now on are that have something in them."""
-    told: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: what in record.getMessage())
-    logging.getLogger("collectives").addHandler(handler)
-    return told
-
-
 def lost_in_the_last_pass(group: ProcessGroup) -> None:
     """The loss is logged without anybody asking, and raised by the end of the group."""
-    told = logged("rank 1 is lost")
     module = model(group)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(2):
@@ -352,9 +333,10 @@ def lost_in_the_last_pass(group: ProcessGroup) -> None:
     settled(group)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    loss.backward()
-    optimizer.step()
-    assert eventually(lambda: bool(told)), "nothing was logged"
+    with logged(logging.ERROR, "rank 1 is lost") as told:
+        loss.backward()
+        optimizer.step()
+        assert eventually(lambda: bool(told)), "nothing was logged"
     assert "the group is broken" in told[0]
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
         group.shutdown()
@@ -364,8 +346,7 @@ def lost_in_the_last_pass(group: ProcessGroup) -> None:
 def failed_in_the_last_pass(group: ProcessGroup) -> None:
     """What one rank raised alone, the end of the group tells the others; all have ended then."""
     module = model(group)
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
     if group.rank() == 1:
         with pytest.raises(GradientSyncError, match=r"head\.weight"):
             module(rows(1), with_head=False).sum().backward()
@@ -380,8 +361,7 @@ def failed_in_the_last_pass(group: ProcessGroup) -> None:
 
 def out_of_step_in_the_last_pass(group: ProcessGroup) -> None:
     module = model(group)
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
     if group.rank() == 1:
         with module.no_sync():
             module(rows(1)).sum().backward()
@@ -402,8 +382,7 @@ def hook_failed_in_the_last_pass(group: ProcessGroup) -> None:
         return allreduce_hook(group, bucket)
 
     module.register_comm_hook(group, hook)
-    for _ in range(2):
-        module(rows(group.rank())).sum().backward()
+    passes(module, group, 2)
     fails_now = group.rank() == 1
     told = r"because of rank 1:(.|\n)*hook hook failed on bucket 0(.|\n)*KeyError: 'in the hook'"
     if fails_now:
@@ -603,17 +582,17 @@ def captured_reduction(group: ProcessGroup, late_s: float = 0.0) -> tuple[torch.
     with graph.capture():
         device.sleep(device.current_stream(), late_s)
         group.allreduce(x).wait()
-    meet(group, f"captured {next(_meetings)}")
+    gate(f"captured {next(_meetings)}", group)
     return x, graph
 
 
 def killed_in_a_replay(group: ProcessGroup) -> None:
-    told = logged("rank 1 is lost")
     _, graph = captured_reduction(group)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    graph.replay()
-    assert eventually(lambda: bool(told)), "nothing was logged"
+    with logged(logging.ERROR, "rank 1 is lost") as told:
+        graph.replay()
+        assert eventually(lambda: bool(told)), "nothing was logged"
     assert "all_reduce #3 (SUM, in a CUDA graph, torch.float32 [3])" in told[0]
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
         group.allreduce(torch.ones(1))
@@ -622,13 +601,13 @@ def killed_in_a_replay(group: ProcessGroup) -> None:
 
 def missing_in_a_replay(group: ProcessGroup) -> None:
     """A rank that lives, and does not replay its graph, ends the others' replay after their limit."""
-    told = logged("time limit")
     _, graph = captured_reduction(group)
     if group.rank() == 1:
         current_store().wait(["expired"])
     else:
-        graph.replay()
-        assert eventually(lambda: bool(told)), "nothing was logged"
+        with logged(logging.ERROR, "time limit") as told:
+            graph.replay()
+            assert eventually(lambda: bool(told)), "nothing was logged"
         what = "all_reduce #3 (SUM, in a CUDA graph, torch.float32 [3])"
         assert f"{what}: passed its time limit of 2 s" in told[0]
         assert "rank 1 waits in no operation" in told[0]
@@ -714,3 +693,78 @@ def test_training_on_streams_that_run_in_other_orders(nccl_library: Path, seed: 
 
 def test_refused_captures(nccl_library: Path) -> None:
     run_over_double(refused_captures, 2, nccl_library)
+
+
+LARGE = 300  # whose weights have more bytes than gradients that are reduced in place on the CPU
+
+
+def launches_of_a_pass(
+    group: ProcessGroup, path: Path, options: dict[str, Any]
+) -> tuple[int, int, list[bool]]:
+    torch.manual_seed(3)
+    layers = [nn.Linear(LARGE, LARGE) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers), process_group=group, **options)
+    alone = nn.Sequential(*[nn.Linear(LARGE, LARGE) for _ in range(4)])
+    alone.load_state_dict(model.module.state_dict())
+    device = DoubleDevice.shared(torch.device("cpu"))
+    before = 0
+    for _ in range(3):  # the second lays the buckets out again
+        model.zero_grad()
+        device.synchronize(device.current_stream())
+        before = load(path).launches()
+        model(torch.ones(2, LARGE) * (group.rank() + 1)).sum().backward()
+    count = load(path).launches() - before
+    for rank in range(group.size()):
+        (alone(torch.ones(2, LARGE) * (rank + 1)).sum() / group.size()).backward()
+    same = [
+        torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    ]
+    return count, len(model.reducer.gradients.buckets), same
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}],
+    ids=["one bucket", "several", "views"],
+)
+def test_a_bucket_is_one_launch(nccl_library: Path, options: dict[str, Any]) -> None:
+    for count, buckets, same in run_over_double(launches_of_a_pass, 2, nccl_library, nccl_library, options):
+        assert count == buckets
+        assert all(same)
+
+
+AFTERWARDS = "cannot be part of a CUDA graph; run the operation once before the capture"
+
+
+def before_the_first(group: ProcessGroup) -> None:
+    """The communicator may be there already, where the group is bound to a device; connections are not."""
+    x = torch.ones(2)
+    graph = Graph()
+    with pytest.raises(DistBackendError, match=AFTERWARDS), graph.capture():
+        group.allreduce(x)
+    group.allreduce(x).wait()
+    assert x.tolist() == [group.size()] * 2
+    graph = Graph()
+    with graph.capture():
+        group.allreduce(x).wait()
+    graph.replay()
+    assert x.tolist() == [group.size() ** 2] * 2
+    graph.reset()
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound to a device", "not bound"])
+def test_a_capture_before_the_first_operation(nccl_library: Path, bound: bool) -> None:
+    options = {"device_id": torch.device("cpu")} if bound else {}
+    run_over_double(before_the_first, 2, nccl_library, options=options)
+
+
+def on_another_device(group: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"on cpu:1, but the group is bound to cpu by its device_id; move"):
+        group.barrier(BarrierOptions(device_ids=[1]))
+    x = torch.ones(2)
+    group.allreduce(x).wait()
+    assert x.tolist() == [group.size()] * 2
+
+
+def test_a_group_that_is_bound_takes_one_device(nccl_library: Path) -> None:
+    run_over_double(on_another_device, 2, nccl_library, options={"device_id": torch.device("cpu")})

@@ -82,15 +82,7 @@ void Communicator::begin() {
   std::vector<Identity> all(static_cast<std::size_t>(size));
   Identity& own = all[static_cast<std::size_t>(rank)];
   own = {host, state().gpu ? state().gpu.load() : (rank + 1) * kApart, state().version};
-  std::vector<Outgoing> sends;
-  std::vector<Incoming> receives;
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    sends.push_back({peer, reinterpret_cast<const std::byte*>(&own), sizeof(own)});
-    receives.push_back(
-        {peer, reinterpret_cast<std::byte*>(&all[static_cast<std::size_t>(peer)]), sizeof(own)});
-  }
-  mesh.exchange(Lane::beginning, Operation::begin, sends, receives, aborted);
+  exchange(Lane::beginning, Operation::begin, all);
   for (int peer = 0; peer < size; ++peer) {
     const Identity& other = all[static_cast<std::size_t>(peer)];
     std::ostringstream text;
@@ -104,9 +96,7 @@ void Communicator::begin() {
     if (!text.str().empty()) throw Failure{kInvalidUsage, text.str()};
   }
   // Who has found nothing learns here that another rank has given up.
-  for (Outgoing& one : sends) one.bytes = 0;
-  for (Incoming& one : receives) one.bytes = 0;
-  mesh.exchange(Lane::beginning, Operation::begin, sends, receives, aborted);
+  exchange(Lane::beginning, Operation::begin, all);
 }
 
 bool Communicator::in_turn(std::uint64_t mine, const std::function<bool()>& work) {

@@ -95,6 +95,19 @@ struct Communicator {
   // Tells the ranks each other's GPU and version, before there is an operation; throws Failure as NCCL
   // refuses.
   void begin();
+  // Gives each rank the values of all, which has its own; false where an abort stopped it.
+  template <class Value>
+  bool exchange(Lane lane, Operation::Kind kind, std::vector<Value>& all) {
+    std::vector<Outgoing> sends;
+    std::vector<Incoming> receives;
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) continue;
+      const auto place = static_cast<std::size_t>(peer), own = static_cast<std::size_t>(rank);
+      sends.push_back({peer, reinterpret_cast<const std::byte*>(&all[own]), sizeof(Value)});
+      receives.push_back({peer, reinterpret_cast<std::byte*>(&all[place]), sizeof(Value)});
+    }
+    return mesh.exchange(lane, kind, sends, receives, aborted);
+  }
   // Runs `work` when those before have run; returns whether it did, and was not stopped by an abort.
   bool in_turn(std::uint64_t turn, const std::function<bool()>& work);
   // Makes the connections that operations need and that are not there; blocks until the peers do so, too.
@@ -144,16 +157,6 @@ struct Communicator {
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
-struct LastCall {
-  char function[32];
-  std::uint64_t count;
-  int type;
-  int op;
-  int root;
-  std::intptr_t stream;
-  std::intptr_t communicator;
-};
-
 struct Failing {
   int status;
   std::string text;
@@ -167,7 +170,7 @@ struct State {
   std::map<std::string, Failing> failing;
   std::multiset<const void*> in_graphs;  // communicators that graphs hold operations of, once for each graph
   std::condition_variable graphs_changed;
-  LastCall last{};
+  std::string last;  // operation that was called
   std::atomic<int> version{kVersion};
   std::atomic<long> gpu{0};  // that this process says it uses; 0 where each rank has one of its own
   std::atomic<bool> dry{false};

@@ -10,13 +10,13 @@
 // Operations of a communicator run one after the other, in the order of their calls. One that fails stays
 // unfinished, as a kernel does, until the communicator is aborted.
 #include <algorithm>
-#include <array>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,14 +52,10 @@ int issue(const char* function, const void* handle, Operation op) {
   if (!stream_exists(op.stream)) return fail(kUnhandledCudaError, "the stream does not exist");
   {
     const std::lock_guard lock(state().mutex);
-    LastCall& last = state().last;
-    std::snprintf(last.function, sizeof(last.function), "%s", function);
-    last.count = op.count;
-    last.type = op.type;
-    last.op = op.op;
-    last.root = op.root;
-    last.stream = op.stream;
-    last.communicator = reinterpret_cast<std::intptr_t>(handle);
+    std::ostringstream last;
+    last << function << ' ' << op.count << ' ' << op.type << ' ' << op.op << ' ' << op.root << ' '
+         << op.stream << ' ' << reinterpret_cast<std::intptr_t>(handle);
+    state().last = last.str();
   }
   if (state().dry) return kSuccess;
   op.op = built_in;
@@ -70,49 +66,63 @@ int issue(const char* function, const void* handle, Operation op) {
   return launch({{comm, std::move(op)}});
 }
 
-// How much of a configuration a version of NCCL knows: it grows at its end.
-std::size_t known(int version) {
-  constexpr std::pair<int, std::size_t> kEnds[] = {
-      {23005, sizeof(Config)},
-      {23000, offsetof(Config, graphStreamOrdering)},
-      {22900, offsetof(Config, maxP2pPeers)},
-      {22800, offsetof(Config, graphUsageMode)},
-      {22700, offsetof(Config, nChannelsPerNetPeer)},
-      {22600, offsetof(Config, commName)},
-      {21800, offsetof(Config, trafficClass)},
-      {21700, offsetof(Config, splitShare)},
-  };
-  for (const auto& [since, end] : kEnds) {
-    if (version >= since) return end;
-  }
-  return offsetof(Config, cgaClusterSize);
-}
+// An attribute of a configuration: the version that reads it first, and what it takes.
+struct Attribute {
+  const char* name;
+  int since;
+  int Config::* number;  // null for a text
+  const char* Config::* text = nullptr;
+  int least = INT_MIN;
+  int most = INT_MAX;
+};
+
+const Attribute kAttributes[] = {
+    {"blocking", 0, &Config::blocking},
+    {"cgaClusterSize", 21700, &Config::cgaClusterSize, nullptr, 0, 8},
+    {"minCTAs", 21700, &Config::minCTAs, nullptr, 1},
+    {"maxCTAs", 21700, &Config::maxCTAs, nullptr, 1},
+    {"netName", 21700, nullptr, &Config::netName},
+    {"splitShare", 21800, &Config::splitShare, nullptr, 0, 1},
+    {"trafficClass", 22600, &Config::trafficClass},
+    {"commName", 22700, nullptr, &Config::commName},
+    {"collnetEnable", 22700, &Config::collnetEnable, nullptr, 0, 1},
+    {"CTAPolicy", 22700, &Config::CTAPolicy, nullptr, 0, 3},
+    {"shrinkShare", 22700, &Config::shrinkShare},
+    {"nvlsCTAs", 22700, &Config::nvlsCTAs, nullptr, 1},
+    {"nChannelsPerNetPeer", 22800, &Config::nChannelsPerNetPeer, nullptr, 1, 64},
+    {"nvlinkCentricSched", 22800, &Config::nvlinkCentricSched, nullptr, 0, 1},
+    {"graphUsageMode", 22900, &Config::graphUsageMode, nullptr, 0, 2},
+    {"numRmaCtx", 22900, &Config::numRmaCtx, nullptr, 0},
+    {"maxP2pPeers", 23000, &Config::maxP2pPeers, nullptr, 1},
+    {"graphStreamOrdering", 23005, &Config::graphStreamOrdering, nullptr, 0, 1},
+};
 
 // Takes what the caller gave of a configuration, on top of the defaults or of the parent's: as much as both
-// the library and the version that the caller names know.
+// the library and the version that the caller names know, as it grows at its end.
 int read_config(const Config* given, Config& config) {
   if (given == nullptr) return kSuccess;
   if (given->magic != kConfigMagic || given->size < offsetof(Config, cgaClusterSize)) {
     return fail(kInvalidArgument, "the configuration was not initialised");
   }
   const int version = state().version;
+  const auto* const end = reinterpret_cast<const std::byte*>(given) + given->size;
   Config merged;
-  std::memcpy(static_cast<void*>(&merged), given,
-              std::min({given->size, known(version), known(static_cast<int>(given->version))}));
-  const auto within = [](int value, int least, int most) {
-    return value == kUndefined || (value >= least && value <= most);
-  };
-  if (!within(merged.minCTAs, 1, INT_MAX) || !within(merged.maxCTAs, 1, INT_MAX) ||
-      merged.minCTAs > merged.maxCTAs ||  // also where the upper bound is undefined
-      !within(merged.cgaClusterSize, 0, 8)) {
-    return fail(kInvalidArgument, "the configuration has an invalid number of CTAs or cluster size");
+  for (const Attribute& one : kAttributes) {
+    if (one.since > version || one.since > static_cast<int>(given->version)) break;
+    if (one.number == nullptr) {
+      if (reinterpret_cast<const std::byte*>(&(given->*one.text) + 1) > end) break;
+      merged.*one.text = given->*one.text;
+      continue;
+    }
+    if (reinterpret_cast<const std::byte*>(&(given->*one.number) + 1) > end) break;
+    const int value = merged.*one.number = given->*one.number;
+    const int most = one.number == &Config::CTAPolicy && version < 22800 ? 1 : one.most;
+    if (value != kUndefined && (value < one.least || value > most)) {
+      return fail(kInvalidArgument, std::string("the configuration has an invalid value of ") + one.name);
+    }
   }
-  if (!within(merged.splitShare, 0, 1) || !within(merged.collnetEnable, 0, 1) ||
-      !within(merged.CTAPolicy, 0, version < 22800 ? 1 : 3) || !within(merged.nvlsCTAs, 1, INT_MAX) ||
-      !within(merged.nChannelsPerNetPeer, 1, 64) || !within(merged.nvlinkCentricSched, 0, 1) ||
-      !within(merged.graphUsageMode, 0, 2) || !within(merged.numRmaCtx, 0, INT_MAX) ||
-      !within(merged.maxP2pPeers, 1, INT_MAX) || !within(merged.graphStreamOrdering, 0, 1)) {
-    return fail(kInvalidArgument, "the configuration has an invalid attribute value");
+  if (merged.minCTAs > merged.maxCTAs) {  // also where the upper bound is undefined
+    return fail(kInvalidArgument, "the configuration has an invalid number of CTAs");
   }
   if (merged.graphStreamOrdering == 0 &&
       (merged.graphUsageMode == 2 || merged.graphUsageMode == kUndefined)) {
@@ -121,6 +131,17 @@ int read_config(const Config* given, Config& config) {
   // Of this text NCCL has a copy of its own; that of commName stays the caller's.
   if (merged.netName) merged.netName = strdup(merged.netName);
   config = merged;
+  return kSuccess;
+}
+
+int make(const void** handle, const std::string& name, int rank, int size, const Config& config) {
+  try {
+    const auto made = std::make_shared<Communicator>(name, rank, size, config);
+    made->begin();
+    *handle = keep(made);
+  } catch (const Failure& failure) {
+    return fail(failure.status, failure.text);
+  }
   return kSuccess;
 }
 
@@ -139,14 +160,7 @@ int init(const void** handle, int size, const UniqueId& id, int rank, const Conf
     std::snprintf(digits, sizeof(digits), "%02x", static_cast<unsigned char>(id.bytes[i]));
     name += digits;
   }
-  try {
-    const auto made = std::make_shared<Communicator>(name, rank, size, config);
-    made->begin();
-    *handle = keep(made);
-  } catch (const Failure& failure) {
-    return fail(failure.status, failure.text);
-  }
-  return kSuccess;
+  return make(handle, name, rank, size, config);
 }
 
 int split(const CommunicatorPtr& comm, int color, int key, const void** handle, const Config* given) {
@@ -166,19 +180,9 @@ int split(const CommunicatorPtr& comm, int color, int key, const void** handle, 
     int color, key, rank;
   };
   std::vector<Choice> choices(static_cast<std::size_t>(comm->size));
-  Choice& own = choices[static_cast<std::size_t>(comm->rank)];
-  own = {color, key, comm->rank};
-  const bool done = comm->in_turn(turn, [&] {
-    std::vector<Outgoing> sends;
-    std::vector<Incoming> receives;
-    for (int peer = 0; peer < comm->size; ++peer) {
-      if (peer == comm->rank) continue;
-      sends.push_back({peer, reinterpret_cast<const std::byte*>(&own), sizeof(own)});
-      receives.push_back(
-          {peer, reinterpret_cast<std::byte*>(&choices[static_cast<std::size_t>(peer)]), sizeof(own)});
-    }
-    return comm->mesh.exchange(Lane::collective, Operation::split, sends, receives, comm->aborted);
-  });
+  choices[static_cast<std::size_t>(comm->rank)] = {color, key, comm->rank};
+  const bool done =
+      comm->in_turn(turn, [&] { return comm->exchange(Lane::collective, Operation::split, choices); });
   if (!done) return fail(kInternalError, "CommSplit : stopped");
   *handle = nullptr;
   if (color < 0) return kSuccess;
@@ -189,14 +193,7 @@ int split(const CommunicatorPtr& comm, int color, int key, const void** handle, 
   while (choices[static_cast<std::size_t>(rank)].rank != comm->rank) ++rank;
   // All members derive the same name, which no other communicator has.
   const std::string path = comm->name + "/" + std::to_string(number) + "/" + std::to_string(color);
-  try {
-    const auto made = std::make_shared<Communicator>(path, rank, static_cast<int>(choices.size()), config);
-    made->begin();
-    *handle = keep(made);
-  } catch (const Failure& failure) {
-    return fail(failure.status, failure.text);
-  }
-  return kSuccess;
+  return make(handle, path, rank, static_cast<int>(choices.size()), config);
 }
 
 Operation operation(Operation::Kind kind, const void* from, void* to, std::size_t count, int type, int op,
@@ -221,28 +218,16 @@ int ncclGetVersion(int* version) {
 }
 
 const char* ncclGetErrorString(int status) {
-  switch (status) {
-    case 0:
-      return "no error";
-    case 1:
-      return "unhandled cuda error";
-    case 2:
-      return "unhandled system error";
-    case 3:
-      return "internal error";
-    case 4:
-      return "invalid argument";
-    case 5:
-      return "invalid usage";
-    case 6:
-      return "remote process exited or there was a network error";
-    case 7:
-      return "NCCL operation in progress";
-    case 8:
-      return "NCCL operation timed out";
-    default:
-      return "unknown result code";
-  }
+  static const char* const texts[] = {"no error",
+                                      "unhandled cuda error",
+                                      "unhandled system error",
+                                      "internal error",
+                                      "invalid argument",
+                                      "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "NCCL operation in progress",
+                                      "NCCL operation timed out"};
+  return status >= 0 && status < 9 ? texts[status] : "unknown result code";
 }
 
 const char* ncclGetLastError(const void*) { return last_error.c_str(); }
@@ -269,21 +254,9 @@ int ncclCommInitRank(const void** comm, int size, UniqueId id, int rank) {
   return init(comm, size, id, rank, nullptr);
 }
 
-int ncclCommInitAll(const void** comms, int count, const int*) {
-  UniqueId id;
-  if (const int status = ncclGetUniqueId(&id)) return status;
-  std::vector<int> statuses(static_cast<std::size_t>(std::max(count, 0)));
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < count; ++rank) {
-    ranks.emplace_back([&, rank] {
-      statuses[static_cast<std::size_t>(rank)] = init(comms + rank, count, id, rank, nullptr);
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  for (const int status : statuses) {
-    if (status) return fail(status, "CommInitAll : a rank failed");
-  }
-  return kSuccess;
+// Only the name is needed, as providers bind it.
+int ncclCommInitAll(const void**, int, const int*) {
+  return fail(kInvalidUsage, "CommInitAll : the double has one rank in a process");
 }
 
 int ncclCommSplit(const void* handle, int color, int key, const void** made, const Config* config) {
@@ -445,15 +418,17 @@ int ncclGroupEnd() {
 // The functions that tests call beside NCCL's.
 
 // Lets the next call of a function fail.
-void double_fail_next(const char* function, int status, const char* text) {
+int double_fail_next(const char* function, int status, const char* text) {
   const std::lock_guard lock(state().mutex);
   state().failing[function] = {status, text};
+  return 0;
 }
 
 // Holds the next call of a function up before it looks at its communicator.
-void double_delay_next(const char* function, int milliseconds) {
+int double_delay_next(const char* function, int milliseconds) {
   const std::lock_guard lock(state().mutex);
   state().delays[function] = milliseconds;
+  return 0;
 }
 
 // Returns how many calls are held up.
@@ -471,21 +446,37 @@ int double_set_async_error(const void* handle, int error, const char* reason) {
 }
 
 // Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go.
-void double_hold_in_graph(const void* handle, int on) { hold_in_graph(handle, on != 0); }
+int double_hold_in_graph(const void* handle, int on) {
+  hold_in_graph(handle, on != 0);
+  return 0;
+}
 
 // With dry runs, operations are checked and noted, but not carried out, whatever counts and pointers they
 // have.
-void double_dry_run(int on) { state().dry = on != 0; }
-
-void double_last_call(LastCall* last) {
-  const std::lock_guard lock(state().mutex);
-  *last = state().last;
+int double_dry_run(int on) {
+  state().dry = on != 0;
+  return 0;
 }
 
-void double_set_version(int version) { state().version = version; }
+// Returns the operation that was called last: its function, count, type, reduction, root, stream,
+// communicator.
+const char* double_last_call() {
+  thread_local std::string text;
+  const std::lock_guard lock(state().mutex);
+  text = state().last;
+  return text.c_str();
+}
+
+int double_set_version(int version) {
+  state().version = version;
+  return 0;
+}
 
 // Lets this process say that it uses a GPU, which others may say, too.
-void double_set_gpu(long bus) { state().gpu = bus; }
+int double_set_gpu(long bus) {
+  state().gpu = bus;
+  return 0;
+}
 
 // Returns how many calls used a communicator after its end.
 int double_misuses() { return state().misuses; }
@@ -510,31 +501,15 @@ const char* double_config(const void* handle) {
   int status = kSuccess;
   const CommunicatorPtr comm = find("double_config", handle, status);
   if (!comm) return text.c_str();
-  const Config& config = comm->config;
-  const auto number = [&](const char* name, int value) {
-    if (value != kUndefined) text += std::string(name) + "=" + std::to_string(value) + "\n";
-  };
-  const auto words = [&](const char* name, const char* value) {
-    if (value) text += std::string(name) + "=" + value + "\n";
-  };
-  number("blocking", config.blocking);
-  number("cgaClusterSize", config.cgaClusterSize);
-  number("minCTAs", config.minCTAs);
-  number("maxCTAs", config.maxCTAs);
-  words("netName", config.netName);
-  number("splitShare", config.splitShare);
-  number("trafficClass", config.trafficClass);
-  words("commName", config.commName);
-  number("collnetEnable", config.collnetEnable);
-  number("CTAPolicy", config.CTAPolicy);
-  number("shrinkShare", config.shrinkShare);
-  number("nvlsCTAs", config.nvlsCTAs);
-  number("nChannelsPerNetPeer", config.nChannelsPerNetPeer);
-  number("nvlinkCentricSched", config.nvlinkCentricSched);
-  number("graphUsageMode", config.graphUsageMode);
-  number("numRmaCtx", config.numRmaCtx);
-  number("maxP2pPeers", config.maxP2pPeers);
-  number("graphStreamOrdering", config.graphStreamOrdering);
+  for (const Attribute& one : kAttributes) {
+    std::string value;
+    if (one.number == nullptr) {
+      if (comm->config.*one.text) value = comm->config.*one.text;
+    } else if (comm->config.*one.number != kUndefined) {
+      value = std::to_string(comm->config.*one.number);
+    }
+    if (!value.empty()) text += std::string(one.name) + "=" + value + "\n";
+  }
   return text.c_str();
 }
 

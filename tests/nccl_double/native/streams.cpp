@@ -4,7 +4,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -21,34 +20,27 @@ namespace nccl_double {
 
 class Event {
  public:
-  // Where the event was noted in a capture: that, and the nodes before it.
+  // A place in a stream, with its clock; where it was noted in a capture that, and the nodes before it.
+  struct Noted {
+    std::uint64_t place = 0;
+    Clock clock;
+    GraphPtr graph;
+    std::set<std::size_t> after;
+  };
+
   void capture(const GraphPtr& graph, std::set<std::size_t> after) {
     const std::lock_guard lock(mutex_);
-    graph_ = graph;
-    after_ = std::move(after);
+    noted_.graph = graph;
+    noted_.after = std::move(after);
   }
-  GraphPtr graph() {
-    const std::lock_guard lock(mutex_);
-    return graph_;
-  }
-  std::set<std::size_t> after() {
-    const std::lock_guard lock(mutex_);
-    return after_;
-  }
-  // Notes a place, which has a clock.
   std::uint64_t note(Clock clock) {
     const std::lock_guard lock(mutex_);
-    graph_ = nullptr;
-    clock_ = std::move(clock);
-    return ++noted_;
+    noted_ = {noted_.place + 1, std::move(clock), nullptr, {}};
+    return noted_.place;
   }
-  std::uint64_t noted() {
+  Noted noted() {
     const std::lock_guard lock(mutex_);
     return noted_;
-  }
-  Clock clock() {
-    const std::lock_guard lock(mutex_);
-    return clock_;
   }
   void pass(std::uint64_t place) {
     const std::lock_guard lock(mutex_);
@@ -67,11 +59,8 @@ class Event {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::uint64_t noted_ = 0;
-  Clock clock_;  // of the noted place
+  Noted noted_;
   std::uint64_t passed_ = 0;
-  GraphPtr graph_;
-  std::set<std::size_t> after_;
 };
 
 namespace {
@@ -110,12 +99,6 @@ class Stream {
     tasks_.push_back(std::move(task));
     changed_.notify_all();
   }
-  // The thread ends after the tasks that there are.
-  void close() {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-    changed_.notify_all();
-  }
   // Waits until there is nothing to do.
   void synchronize() {
     std::unique_lock lock(mutex_);
@@ -126,8 +109,7 @@ class Stream {
     while (true) {
       busy_ = false;
       changed_.notify_all();
-      changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
+      changed_.wait(lock, [&] { return !tasks_.empty(); });
       const auto task = std::move(tasks_.front());
       tasks_.pop_front();
       busy_ = true;
@@ -142,7 +124,6 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  bool closed_ = false;
   bool busy_ = false;
   Holds holds_;
 };
@@ -222,24 +203,24 @@ void record(const std::shared_ptr<Event>& event, std::intptr_t stream) {
 }
 
 bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
-  const GraphPtr graph = capture_of(stream), other = event->graph();
-  if (!graph && !other) {
-    follow(stream, event->clock());
-    enqueue(stream, [event, place = event->noted()] { event->wait(place); });
+  const GraphPtr graph = capture_of(stream);
+  const Event::Noted noted = event->noted();
+  if (!graph && !noted.graph) {
+    follow(stream, noted.clock);
+    enqueue(stream, [event, place = noted.place] { event->wait(place); });
     return true;
   }
-  if (other) {
-    const std::set<std::size_t> after = event->after();
+  if (const GraphPtr& other = noted.graph) {
     const std::lock_guard lock(other->mutex);
     if (!other->ended && (!graph || graph == other)) {
-      other->reached[stream].insert(after.begin(), after.end());
+      other->reached[stream].insert(noted.after.begin(), noted.after.end());
       join_capture(stream, other);
       return true;
     }
-  } else if (event->noted() == 0) {
+  } else if (noted.place == 0) {
     return true;  // noted nowhere: there is nothing to wait for
   }
-  for (const GraphPtr& one : {graph, other}) {
+  for (const GraphPtr& one : {graph, noted.graph}) {
     if (one && !one->ended) break_off(one);
   }
   return false;
@@ -270,16 +251,6 @@ std::intptr_t double_stream_create() {
 // Returns how often a stream was held before a task.
 int double_holds() { return holds; }
 
-// Does not wait: what the stream has is still carried out.
-int double_stream_destroy(std::intptr_t id) {
-  const auto stream = stream_of(id);
-  if (!stream) return -1;
-  stream->close();
-  const std::lock_guard lock(registry().mutex);
-  registry().streams.erase(id);
-  return 0;
-}
-
 int double_stream_synchronize(std::intptr_t id) {
   if (!stream_exists(id)) return -1;
   if (const GraphPtr graph = capture_of(id)) {
@@ -305,13 +276,6 @@ int double_stream_settle(std::intptr_t id) {
 int double_stream_sleep(std::intptr_t id, int milliseconds) {
   if (!stream_exists(id)) return -1;
   enqueue(id, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
-  return 0;
-}
-
-// Adds a task that copies memory.
-int double_stream_copy(std::intptr_t id, void* to, const void* from, std::size_t bytes) {
-  if (!stream_exists(id)) return -1;
-  enqueue(id, [=] { std::memmove(to, from, bytes); }, {{"copy", {reads(from, bytes), writes(to, bytes)}}});
   return 0;
 }
 
@@ -368,11 +332,6 @@ std::intptr_t double_event_create() {
   return registry().next;
 }
 
-int double_event_destroy(std::intptr_t id) {
-  const std::lock_guard lock(registry().mutex);
-  return registry().events.erase(id) ? 0 : -1;
-}
-
 int double_event_record(std::intptr_t id, std::intptr_t stream) {
   const auto event = event_of(id);
   if (!event || !stream_exists(stream)) return -1;
@@ -392,10 +351,10 @@ int double_event_query(std::intptr_t id) {
   use_device();
   const auto event = event_of(id);
   if (!event) return -1;
-  if (event->graph()) return -kCapturedEvent;
-  const Clock clock = event->clock();
-  if (!event->has_passed(event->noted())) return 0;
-  follow(0, clock);
+  const Event::Noted noted = event->noted();
+  if (noted.graph) return -kCapturedEvent;
+  if (!event->has_passed(noted.place)) return 0;
+  follow(0, noted.clock);
   return 1;
 }
 
@@ -403,17 +362,17 @@ int double_event_query(std::intptr_t id) {
 int double_event_tell(std::intptr_t id) {
   const auto event = event_of(id);
   if (!event) return -1;
-  follow_everywhere(event->clock());
+  follow_everywhere(event->noted().clock);
   return 0;
 }
 
 int double_event_synchronize(std::intptr_t id) {
   const auto event = event_of(id);
   if (!event) return -1;
-  if (event->graph()) return -kCapturedEvent;
-  const Clock clock = event->clock();
-  event->wait(event->noted());
-  follow(0, clock);
+  const Event::Noted noted = event->noted();
+  if (noted.graph) return -kCapturedEvent;
+  event->wait(noted.place);
+  follow(0, noted.clock);
   return 0;
 }
 

@@ -1,4 +1,4 @@
-#include "nccl/calls_in_progress.hpp"
+#include "nccl/calls.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -56,6 +56,43 @@ NcclOpenGroups::Entry NcclOpenGroups::enter(const std::shared_ptr<NcclCalls>& ca
 int NcclOpenGroups::noted(const NcclCalls& calls) const {
   return static_cast<int>(
       std::count_if(noted_.begin(), noted_.end(), [&](const auto& one) { return one.get() == &calls; }));
+}
+
+std::optional<std::uint64_t> NcclTurns::begin(const Communicators& communicators, Clock::duration at_most) {
+  const Clock::time_point until = Clock::now() + at_most;
+  std::unique_lock lock(mutex_);
+  ++waiting_;
+  bool comes = true;
+  while (comes) {
+    const std::optional<Clock::time_point> at = passable_at(communicators);
+    const Clock::time_point now = Clock::now();
+    if (at && *at <= now) break;
+    comes = now < until;
+    if (comes) changed_.wait_until(lock, at ? std::min(*at, until) : until);
+  }
+  --waiting_;
+  if (!comes) return std::nullopt;
+  inside_.emplace(next_, Turn{std::this_thread::get_id(), communicators, Clock::now()});
+  return next_++;
+}
+
+void NcclTurns::end(std::uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  inside_.erase(number);
+  if (waiting_ > 0) changed_.notify_all();
+}
+
+std::optional<NcclTurns::Clock::time_point> NcclTurns::passable_at(const Communicators& communicators) const {
+  Clock::time_point at = Clock::time_point::min();
+  for (const auto& [number, turn] : inside_) {
+    if (turn.thread == std::this_thread::get_id()) continue;
+    const bool shared = std::ranges::any_of(communicators, [&used = turn.communicators](const void* one) {
+      return std::ranges::find(used, one) != used.end();
+    });
+    if (shared) return std::nullopt;
+    at = std::max(at, turn.since + patience_);
+  }
+  return at;
 }
 
 }  // namespace collectives

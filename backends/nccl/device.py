@@ -1,25 +1,30 @@
-"""Streams, events and memory of a CUDA device.
+"""Streams, events and memory of a CUDA device, and whose turn it is to issue operations there.
 
 A stream is a queue of work on a device, in order and behind the host. The current stream of a thread is where
-its tensor operations go. An event is a place in a stream, for which the host and other streams can wait.
+its tensor operations go. An event is a place in a stream, for which the host and other streams can wait. The
+core calls the functions of the runtime that torch has loaded, by address.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 import collectives._native as _native
-from collectives.backends.nccl.device.cuda_runtime import runtime_functions
-from collectives.backends.nccl.device.issuing import Issuing
 
-__all__ = ["CudaDevice", "Event", "Stream", "why_no_cuda"]
+__all__ = [
+    "CudaDevice", "Event", "Issuing", "Stream", "UsedDevices", "addresses_in", "mapped_files",
+    "runtime_functions", "why_no_cuda",
+]  # fmt: skip
 
 Stream = int
 """A ``cudaStream_t``; 0 is the legacy default stream."""
@@ -29,6 +34,87 @@ _WORD = 4
 _PAGE = 1024
 """Words of pinned memory that are taken from torch at once."""
 _NUMBERS = 4096
+
+_PATIENCE = 1.0
+"""After so many seconds a thread in NCCL is not issuing, which takes microseconds, but making connections."""
+
+_LIBRARIES = ("libcudart.so", "libc10_cuda.so")
+"""Names that the runtime's file, or else one of torch's that needs it, begins with."""
+
+
+def addresses_in(path: str) -> list[int]:
+    """Returns the addresses of the runtime's functions in a loaded library, or in those that it needs.
+
+    Args:
+        path: its file.
+
+    Raises:
+        OSError: it cannot be opened.
+        AttributeError: it lacks a function.
+    """
+    library = ctypes.CDLL(path)
+    return [
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        for name in _native.CudaStreams.functions()
+    ]
+
+
+@functools.cache
+def runtime_functions() -> Sequence[int]:
+    """Returns the addresses of the functions of the runtime that is mapped into this process.
+
+    Raises:
+        RuntimeError: it is not found, or lacks functions.
+    """
+    why = f"none of {', '.join(_LIBRARIES)} is loaded"
+    files = []
+    with suppress(OSError):
+        files = [path for path, _ in mapped_files()]
+    for path in (path for name in _LIBRARIES for path in files if Path(path).name.startswith(name)):
+        try:
+            return addresses_in(path)
+        except (OSError, AttributeError) as error:  # noqa: PERF203 - the first path mostly has all
+            why = str(error)
+    raise RuntimeError(f"the CUDA runtime that torch uses cannot be called: {why}")
+
+
+def mapped_files() -> list[tuple[str, tuple[str, str]]]:
+    """Returns the files that are mapped into this process, as they were opened, with device and inode."""
+    found: dict[tuple[str, tuple[str, str]], None] = {}
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6:
+            found[parts[5], (parts[3], parts[4])] = None
+    return list(found)
+
+
+class Issuing(_native.NcclTurns):
+    """Lets one thread at a time issue operations on the communicators of a device, as NCCL asks.
+
+    A call that makes connections stays in NCCL until the other ranks have made it, too. There another thread
+    may be in the same position, which came first: all would wait for ever. So a thread goes past those that
+    have been in NCCL for a second, if they use other communicators.
+
+    ``begin`` waits for a turn as :meth:`turn` does, and returns its number, for ``end``, which must follow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_PATIENCE)
+
+    @contextmanager
+    def turn(self, *communicators: object) -> Iterator[None]:
+        """Waits for this thread's turn, which lasts as long as the ``with`` block.
+
+        A thread may take another one within: what it issues may run code of the user's.
+
+        Args:
+            communicators: those that it calls, which are told apart by identity.
+        """
+        turn = self.begin(list(communicators))
+        try:
+            yield
+        finally:
+            self.end(turn)
 
 
 def why_no_cuda() -> str | None:
@@ -268,3 +354,45 @@ class CudaDevice:
     def future(self) -> torch.futures.Future[Any]:
         """Returns a future whose users' streams wait for the one that it was completed on."""
         return torch.futures.Future(devices=[self.device])
+
+
+class UsedDevices(dict[torch.device, CudaDevice]):
+    """The devices that a group has used, in order; what is asked for is used.
+
+    Attributes:
+        bound: the only one, of a group that is bound to a device.
+
+    Args:
+        kind: kind of the devices.
+        where: rank and group, to stand in front of a message.
+    """
+
+    def __init__(self, kind: type[CudaDevice], where: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self._where = where
+        self.bound: CudaDevice | None = None
+
+    def __missing__(self, device: torch.device) -> CudaDevice:
+        found = self._kind.shared(device)
+        if self.bound is not None and found is not self.bound:
+            raise ValueError(
+                f"{self._where} an operation on {device}, but the group is bound to {self.bound.device} by "
+                "its device_id; move the tensors there, or make the group without device_id"
+            )
+        return self.setdefault(device, found)
+
+    def for_barrier(self, named: torch.device | int | None, rank: int) -> CudaDevice:
+        """Returns the device that the user names, the one bound to, the first one used, or that of the rank.
+
+        Args:
+            named: what the user names: a device, or its number.
+            rank: this process's rank in the world.
+        """
+        if isinstance(named, int):
+            return self[torch.device(self._kind.kind, named)]
+        if named is not None and named.index is not None:
+            return self[named]
+        for device in self.values():
+            return device
+        return self[self._kind.of_rank(rank)]
