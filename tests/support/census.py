@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -41,6 +42,29 @@ def growth(before: dict[str, int], seconds: float = 10.0) -> dict[str, int]:
         if not more or time.monotonic() > deadline:
             return more
         time.sleep(0.01)
+
+
+def connections() -> int:
+    """Returns how many sockets of TCP of this process are connected."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the list itself, and sockets that are not connected
+            if str(link.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(link.name))) as copy:
+                    if copy.family in {socket.AF_INET, socket.AF_INET6}:
+                        copy.getpeername()
+                        found += 1
+    return found
+
+
+def segment_bytes() -> int:
+    """Returns the memory of the segments that this process shares with other ranks of its machine."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(link.readlink()).startswith("/memfd:collectives"):
+                found += link.stat().st_blocks * 512
+    return found
 
 
 def memory_mib(pid: int | str = "self") -> float:

@@ -8,9 +8,9 @@ import time
 import harness
 import pytest
 import torch
+from census import census, connections
 from counted_store import CountedStore
 from harness import run_ranks
-from holdings import holdings
 
 import collectives as dist
 
@@ -19,15 +19,19 @@ ASKED_IN_A_SECOND = 50
 """Most requests to the store in a second of waiting."""
 
 
+def _holdings() -> dict[str, int]:
+    return {**census(), "connections": connections()}
+
+
 def _figures(rank: int, size: int, local: int) -> dict[str, float]:
     """Returns what this rank needs for the world, for all operations, and for each further group."""
     os.environ["COLLECTIVES_HOST_MACHINE"] = f"machine {rank // local}"
-    idle = holdings()
+    idle = _holdings()
     store = CountedStore("growth", harness.current_store())
     began = time.monotonic()
     dist.init_process_group("host", store=store, rank=rank, world_size=size)
     forming_s = time.monotonic() - began
-    formed = holdings()
+    formed = _holdings()
     requests, _ = store.take()
     dist.barrier()
     for count in (1, 1 << 18):
@@ -40,25 +44,25 @@ def _figures(rank: int, size: int, local: int) -> dict[str, float]:
         ]
     )[-1].wait()
     dist.barrier()
-    used = holdings()
+    used = _holdings()
     store.take()
     began = time.monotonic()
     groups = [dist.new_group() for _ in range(GROUPS)]
     dist.barrier()
     grouping_s = time.monotonic() - began
-    grouped = holdings()
+    grouped = _holdings()
     group_requests, _ = store.take()
     for group in groups:
         dist.destroy_process_group(group)
     dist.destroy_process_group()
     return {
         "requests": requests - ASKED_IN_A_SECOND * forming_s,
-        "connections": formed.connections - idle.connections,
-        "used connections": used.connections - idle.connections,
-        "descriptors": formed.descriptors - idle.descriptors,
+        "connections": formed["connections"] - idle["connections"],
+        "used connections": used["connections"] - idle["connections"],
+        "descriptors": formed["descriptors"] - idle["descriptors"],
         "group requests": (group_requests - ASKED_IN_A_SECOND * grouping_s) / GROUPS,
-        "group descriptors": (grouped.descriptors - used.descriptors) / GROUPS,
-        "group threads": (grouped.threads - used.threads) / GROUPS,
+        "group descriptors": (grouped["descriptors"] - used["descriptors"]) / GROUPS,
+        "group threads": (grouped["threads"] - used["threads"]) / GROUPS,
     }
 
 

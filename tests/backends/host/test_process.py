@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from census import census, growth, segment_bytes
 from harness import current_store, run_ranks
-from holdings import holdings
 from torch.distributed import PrefixStore
 
 import collectives as dist
@@ -26,43 +26,25 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 LIMIT = timedelta(seconds=20)
 
 
-def _census():
-    """Counts what a group could leave behind in this process."""
-    lists = {name: Path(f"/proc/self/{name}") for name in ("fd", "task")}
-    counts = {name: len(list(path.iterdir())) for name, path in lists.items()}
-    counts["segments"] = Path("/proc/self/maps").read_text().count("memfd:collectives")
-    counts["children"] = sum(len(task.read_text().split()) for task in lists["task"].glob("*/children"))
-    links = [str(link.readlink()) for link in lists["fd"].iterdir() if link.is_symlink()]
-    counts["sockets"] = sum(link.startswith("socket:") for link in links)
-    return counts
-
-
 FUTURES = 3
 """Threads that complete futures, one of which is idle, may be more than were there before."""
 
 
-def _await_census(expected):
-    def is_as_expected():
-        now = _census()
-        more = now.pop("task") - expected["task"]
-        return 0 <= more <= FUTURES and now == {k: v for k, v in expected.items() if k != "task"}
-
-    deadline = time.monotonic() + 5
-    while not is_as_expected() and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel shows a thread for a moment after it was joined
-    assert is_as_expected(), (_census(), expected)
+def _nothing_is_left(before):
+    more = growth({**before, "threads": before["threads"] + FUTURES})
+    assert not more, (before, more)
 
 
 def _memory_of_uses(rank, size):
     """Returns what the segment of a group takes before, and after a large tensor, in MiB."""
-    before = holdings().segment_bytes
+    before = segment_bytes()
     group = ProcessGroupHost(current_store(), rank, size, LIMIT)
     group.allreduce([torch.ones(1000)]).wait()
     group.barrier().wait()
-    small = holdings().segment_bytes
+    small = segment_bytes()
     group.allreduce([torch.ones(1 << 18)]).wait()
     group.barrier().wait()
-    large = holdings().segment_bytes
+    large = segment_bytes()
     group.shutdown()
     return (small - before) / (1 << 20), (large - small) / (1 << 20)
 
@@ -93,10 +75,10 @@ def _rounds(rank, size, rounds):
         group.shutdown()
 
     once()
-    before = _census()
+    before = census()
     for _ in range(rounds):
         once()
-    _await_census(before)
+    _nothing_is_left(before)
     assert before["segments"] == before["children"] == 0
     # A group that nobody shuts down ends when it is collected, one that was aborted at once.
     for _ in range(3):
@@ -108,7 +90,7 @@ def _rounds(rank, size, rounds):
             group.recv([torch.ones(1)], 1 - rank)
             group.abort()
     group = None
-    _await_census(before)
+    _nothing_is_left(before)
 
 
 @rounds
@@ -127,8 +109,8 @@ def _worlds(rank, size, rounds):
         dist.all_reduce(torch.ones(2), group=subgroup)
         work.wait()
         dist.destroy_process_group()
-        before = before or _census()
-    _await_census(before)
+        before = before or census()
+    _nothing_is_left(before)
 
 
 @pytest.mark.full

@@ -11,10 +11,10 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from census import census, growth
 from harness import Died, current_store, run_ranks, run_world
 
 import collectives as dist
@@ -54,23 +54,6 @@ def die_at(call, store):
     setattr(owner, names[-1], deadly)
 
 
-def census():
-    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return {
-        "descriptors": len(links),
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "segments": Path("/proc/self/maps").read_text().count("memfd:collectives"),
-    }
-
-
-def settled(before):
-    """Returns what there is more than before, once the kernel has tidied up."""
-    deadline = time.monotonic() + 10
-    while (now := census()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return {name: count - before[name] for name, count in now.items() if count != before[name]}
-
-
 def form(rank, size, victim, call, late, limit):
     store = current_store()
     store.check(["died"])  # opens the connection
@@ -91,7 +74,7 @@ def form(rank, size, victim, call, late, limit):
     assert error is not None, f"rank {rank} has a group without rank {victim}"
     kind, text, lost = type(error), str(error), getattr(error, "rank", None)
     group = error = None
-    return kind, lost, text, settled(before)
+    return kind, lost, text, growth(before)
 
 
 def complaints_of(results, victim, kind, lost, said):
@@ -268,7 +251,7 @@ def leave(rank, size, victim, delay):
     lost = error.rank if isinstance(error, dist.PeerLostError) else None
     told = None if error is None else f"{type(error).__name__}: {error}"
     del work, group, error
-    return lost, told, took, settled(before)
+    return lost, told, took, growth(before)
 
 
 @pytest.mark.parametrize(
