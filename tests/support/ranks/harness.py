@@ -248,6 +248,7 @@ def run_ranks(
     env: dict[str, str | None] | None = None,
     machines: tuple[Machines, Sequence[int]] | None = None,
     placement: str = "",
+    world: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Runs a function on every rank and returns the results by rank.
@@ -269,55 +270,14 @@ def run_ranks(
             ranks have a job secret.
         placement: a letter for each rank; host groups take ranks of different letters for ranks of different
             machines, which reach each other over the loopback interface.
+        world: whether the group is to be the default group instead; see :func:`run_world`.
         **options: further fields of :class:`collectives.registry.backends.GroupOptions`, such as
-        ``pg_options`` and
-            ``timeout`` (here ``group_timeout``).
+            ``pg_options`` and ``timeout`` (here ``group_timeout``).
 
     Raises:
         RankFailedError: a rank raised, or died.
         RankTimeoutError: the ranks were stopped.
     """
-    if "group_timeout" in options:
-        options["timeout"] = options.pop("group_timeout")
-    about = {"backend": backend, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about, machines, placement)
-
-
-def run_world(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    backend: str | None = "host",
-    timeout: float = 60.0,
-    isolated: bool = False,
-    lost: Collection[int] = (),
-    env: dict[str, str | None] | None = None,
-    machines: tuple[Machines, Sequence[int]] | None = None,
-    placement: str = "",
-    **options: Any,
-) -> list[Any]:
-    """Runs ``function(rank, size, *args)`` with the default group initialised, and destroys that afterwards.
-
-    Arguments as :func:`run_ranks`, except that ``options`` are arguments of
-    :func:`collectives.init_process_group`.
-    """
-    if "group_timeout" in options:
-        options["timeout"] = options.pop("group_timeout")
-    about = {"backend": backend, "world": True, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about, machines, placement)
-
-
-def _run(
-    function: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    timeout: float,
-    isolated: bool,
-    lost: Collection[int],
-    about: dict[str, Any],
-    machines: tuple[Machines, Sequence[int]] | None,
-    placement: str,
-) -> list[Any]:
     __tracebackhide__ = True
     if lost and not isolated:
         raise ValueError("lost ranks need isolated=True")
@@ -326,6 +286,7 @@ def _run(
     if placement and len(placement) != world_size:
         raise ValueError(f"placement {placement!r} is for {len(placement)} ranks, but there are {world_size}")
     running = _running()
+    about = _about(options, backend, env, world)
     if machines is not None:
         about["env"] = {SECRET: secrets.token_hex(32), **about["env"]}
     secret = about["env"].get(SECRET)
@@ -348,6 +309,27 @@ def _run(
     return results
 
 
+def run_world(
+    function: Callable[..., Any], world_size: int, *args: Any, backend: str | None = "host", **options: Any
+) -> list[Any]:
+    """Runs ``function(rank, size, *args)`` with the default group initialised, and destroys that afterwards.
+
+    Arguments as :func:`run_ranks`, except that ``options`` are arguments of
+    :func:`collectives.init_process_group`.
+    """
+    __tracebackhide__ = True
+    return run_ranks(function, world_size, *args, backend=backend, world=True, **options)
+
+
+def _about(
+    options: dict[str, Any], backend: str | None, env: dict[str, str | None] | None, world: bool = False
+) -> dict[str, Any]:
+    """Returns the fields of tasks that all ranks have alike."""
+    if "group_timeout" in options:
+        options["timeout"] = options.pop("group_timeout")
+    return {"backend": backend, "world": world, "options": options, "env": env or {}}
+
+
 def run_on(
     ranks: Sequence[RankProcess],
     function: Callable[..., Any],
@@ -363,10 +345,7 @@ def run_on(
     Ranks of ``lost`` need not answer; the caller ends them.
     """
     __tracebackhide__ = True
-    if "group_timeout" in options:
-        options["timeout"] = options.pop("group_timeout")
-    about = {"backend": backend, "options": options, "env": env or {}}
-    tasks = _tasks(function, len(ranks), args, about, _running().address)
+    tasks = _tasks(function, len(ranks), args, _about(options, backend, env), _running().address)
     return _play(function, ranks, tasks, timeout, lost)
 
 
