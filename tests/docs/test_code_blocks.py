@@ -87,10 +87,6 @@ def test_command_is_understood(command, monkeypatch):
     assert main(words.split()) == 0
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 150
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)

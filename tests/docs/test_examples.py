@@ -25,12 +25,6 @@ PYTHON = sorted(EXAMPLES.glob("*.py"))
 SHELL = sorted(EXAMPLES.glob("*.sh"))
 
 
-def code_lines(example: Path) -> list[str]:
-    """Returns the lines of an example without blank ones, comments and the docstring."""
-    text = re.sub(r'\A""".*?"""', "", example.read_text("utf-8"), flags=re.DOTALL)
-    return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-
-
 def check_said(output: str) -> None:
     assert [line for line in output.splitlines() if line.startswith("worked: ")], output
 
@@ -57,11 +51,6 @@ def run_script(name: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("example", [*PYTHON, *SHELL], ids=lambda path: path.name)
-def test_example_is_short(example):
-    assert len(code_lines(example)) < 75
 
 
 @pytest.mark.full

@@ -125,17 +125,6 @@ def test_object_interface_is_that_of_torch() -> None:
         assert signature(getattr(dist2, name)) == signature(getattr(theirs, name)), name
 
 
-def test_names_are_documented() -> None:
-    for name in dist.__all__:
-        value = getattr(dist, name)
-        if value is dist.reduce_op or value is dist.DeviceMesh:  # torch's own
-            continue
-        if inspect.isclass(value) or inspect.isfunction(value):
-            assert value.__doc__, name
-            lines = value.__doc__.strip().splitlines()
-            assert lines[0].endswith("."), name
-
-
 def test_kinds_of_backends_are_those_of_torch() -> None:
     """A group answers with its kind, as torch's groups of the same backends do."""
     kind = dist.ProcessGroup.BackendType
