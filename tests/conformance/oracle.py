@@ -72,7 +72,9 @@ class Report:
 class NcclReport(Report):
     """Expects fewer cases, as NCCL computes with fewer data types, and its mean of integers that wrapped."""
 
-    def reduced(self, case: str, actual: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp) -> None:
+    def reduced(
+        self, case: str, actual: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, *_: object
+    ) -> None:
         if op.name != "AVG" or actual.dtype not in INTS:
             super().reduced(case, actual, inputs, op)
         else:

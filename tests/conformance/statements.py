@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 
 import torch
+from conformance import table
 from conformance.oracle import OPS, Report, raw, values
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.core.capabilities import OPERATIONS, REDUCING, Capabilities
+from collectives.core.operations import Operand, Operation
 from collectives.registry.capability_table import data_types
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -20,7 +22,7 @@ COUNT = 8
 """Elements of a part: whole bytes of the data types that pack several into one."""
 
 Got = list[tuple[torch.Tensor, list[torch.Tensor]]]
-"""The outputs that a rank got, each with the tensors that it is made of, in the order of the ranks."""
+"""The outputs that a rank got, each with the bytes of the tensors that it is made of, in rank order."""
 
 
 def tensor(dtype: torch.dtype, device: str, rank: int, count: int = COUNT, salt: int = 0) -> torch.Tensor:
@@ -54,49 +56,35 @@ class Operations:
         """Returns an output, with values that none must get."""
         return self.of(self.size + 3, count, salt=99)
 
-    def all_gather(self) -> Got:
-        outputs = [self.blank() for _ in range(self.size)]
-        self.group.allgather(outputs, self.of(self.me)).wait()
-        return [(output, [self.of(rank)]) for rank, output in enumerate(outputs)]
+    def run(self, name: str) -> Got:
+        if name in {"send", "recv"}:
+            return self._pass_on(sends_first=name == "send")
+        return self._recv_anysource() if name == "recv_anysource" else self._collective(table.BY_NAME[name])
 
-    def all_gather_into_tensor(self) -> Got:
-        output = self.blank(COUNT * self.size)
-        self.group.all_gather_single(output, self.of(self.me)).wait()
-        return [(output, [self.of(rank) for rank in range(self.size)])]
+    def _collective(self, operation: Operation) -> Got:
+        root, wide = self.size - 1, COUNT * self.size
+        wanted = table.taken(operation, self.me, self.size, root)
 
-    def all_to_all(self) -> Got:
-        outputs = [self.blank() for _ in range(self.size)]
-        self.group.alltoall(outputs, [self.of(self.me, salt=rank) for rank in range(self.size)]).wait()
-        return [(output, [self.of(rank, salt=self.me)]) for rank, output in enumerate(outputs)]
+        def lay(kind: Operand, pieces: list[torch.Tensor], whole: torch.Tensor) -> list[torch.Tensor]:
+            return [whole] if kind is Operand.PARTS else pieces
 
-    def all_to_all_single(self) -> Got:
-        # Every part that a rank sends is alike, so that no part need be cut out of a tensor.
-        output, given = self.blank(COUNT * self.size), self.blank(COUNT * self.size)
-        self.group.all_gather_single(given, self.of(self.me)).wait()
-        self.group.alltoall_base(output, given).wait()
-        return [(output, [self.of(self.me)] * self.size)]
+        def piece(rank: int, part: int) -> torch.Tensor:
+            if operation.input is Operand.PARTS:
+                return in_bytes(self.of(rank, wide)).chunk(self.size)[part]
+            return in_bytes(self.of(rank, salt=part))
 
-    def broadcast(self) -> Got:
-        mine = self.of(self.me)
-        self.group.broadcast(mine, root=self.size - 1).wait()
-        return [(mine, [self.of(self.size - 1)])]
-
-    def gather(self) -> Got:
-        outputs = [self.blank() for _ in range(self.size)] if self.me == 0 else []
-        self.group.gather(outputs or None, self.of(self.me), root=0).wait()
-        return [(output, [self.of(rank)]) for rank, output in enumerate(outputs)]
-
-    def scatter(self) -> Got:
-        output = self.blank()
-        parts = [self.of(0, salt=rank) for rank in range(self.size)] if self.me == 0 else None
-        self.group.scatter(output, parts, root=0).wait()
-        return [(output, [self.of(0, salt=self.me)])]
-
-    def send(self) -> Got:
-        return self._pass_on(sends_first=True)
-
-    def recv(self) -> Got:
-        return self._pass_on(sends_first=False)
+        mine = [self.of(rank, salt=part) for rank, part in table.given(operation, self.me, self.size, root)]
+        outputs, inputs = mine, []
+        if not operation.in_place:
+            outputs = lay(operation.output, [self.blank() for _ in wanted], self.blank(wide))
+            inputs = lay(operation.input, mine, self.of(self.me, wide))
+        issue = table.by_group(self.group)
+        issue(operation, outputs, inputs, op=self.op, root=root, async_op=True, splits=None).wait()
+        made = [[piece(*one) for one in pieces] for pieces in wanted]
+        if operation.output is Operand.PARTS:
+            made = [[part for parts in made for part in parts]]
+        every = zip(outputs, made, strict=True)
+        return [one for one in every if not operation.reduces or len(one[1]) == self.size]
 
     def _pass_on(self, sends_first: bool) -> Got:
         output, right, left = self.blank(), (self.me + 1) % self.size, (self.me - 1) % self.size
@@ -107,41 +95,15 @@ class Operations:
         work = first()
         second().wait()
         work.wait()
-        return [(output, [self.of(left)])]
+        return [(output, [in_bytes(self.of(left))])]
 
-    def recv_anysource(self) -> Got:
-        output = self.blank()
+    def _recv_anysource(self) -> Got:
+        output, left = self.blank(), (self.me - 1) % self.size
         work = self.group.recv_anysource(output)
         self.group.send(self.of(self.me), (self.me + 1) % self.size).wait()
         work.wait()
-        assert work.source_rank() == (self.me - 1) % self.size
-        return [(output, [self.of((self.me - 1) % self.size)])]
-
-    def barrier(self) -> Got:
-        self.group.barrier().wait()
-        return []
-
-    def all_reduce(self) -> Got:
-        mine = self.of(self.me)
-        self.group.allreduce(mine, self.op).wait()
-        return [(mine, [self.of(rank) for rank in range(self.size)])]
-
-    def reduce(self) -> Got:
-        mine, root = self.of(self.me), self.size - 1
-        self.group.reduce(mine, root=root, op=self.op).wait()
-        return [(mine, [self.of(rank) for rank in range(self.size)])] if self.me == root else []
-
-    def reduce_scatter(self) -> Got:
-        output = self.blank()
-        parts = [self.of(self.me, salt=rank) for rank in range(self.size)]
-        self.group.reduce_scatter(output, parts, self.op).wait()
-        return [(output, [self.of(rank, salt=self.me) for rank in range(self.size)])]
-
-    def reduce_scatter_tensor(self) -> Got:
-        output = self.blank()
-        self.group.reduce_scatter_single(output, self.of(self.me, COUNT * self.size), self.op).wait()
-        mine = slice(self.me * COUNT, (self.me + 1) * COUNT)
-        return [(output, [self.of(rank, COUNT * self.size)[mine] for rank in range(self.size)])]
+        assert work.source_rank() == left
+        return [(output, [in_bytes(self.of(left))])]
 
 
 class Statements:
@@ -158,15 +120,16 @@ class Statements:
         about = {} if operation == "barrier" else {"device": device, "dtype": dtype}
         if operation in REDUCING:
             about["op"] = op
-        run = getattr(Operations(self.group, dtype, device, op), operation)
+        operations = Operations(self.group, dtype, device, op)
         if self.group.supports(operation, **about):
             self.offered += 1
-            self.report.run(case, lambda: self._is_right(case, run(), op if operation in REDUCING else None))
+            reduction = op if operation in REDUCING else None
+            self.report.run(case, lambda: self._is_right(case, operations.run(operation), reduction))
             return
         self.refused += 1
         self.report.cases += 1
         try:
-            run()
+            operations.run(operation)
         except (UnsupportedOperationError, TypeError):
             pass
         except Exception as error:  # noqa: BLE001 - reported with the others
@@ -183,11 +146,9 @@ class Statements:
     def _is_right(self, case: str, got: Got, op: ReduceOp | None) -> None:
         for place, (output, inputs) in enumerate(got):
             if op is None:
-                expected = torch.cat([in_bytes(given) for given in inputs])
-                self.report.same(f"{case}, output {place}", in_bytes(output), expected)
+                self.report.same(f"{case}, output {place}", in_bytes(output), torch.cat(inputs))
                 continue
-            here = [given.cpu() for given in inputs]
-            self.report.reduced(case, output.cpu(), here, op)
+            self.report.reduced(case, output.cpu(), [given.view(output.dtype) for given in inputs], op)
 
 
 def check_statements(

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.test_works import gate
 from harness import current_store, run_ranks
 from torch.futures import Future
 
@@ -180,13 +181,6 @@ def test_callbacks_poll(backend: str) -> None:
     run_ranks(polls_a_later_one, 2, backend=backend)
 
 
-def gate(group: ProcessGroup, name: str) -> None:
-    """Waits on the store until all ranks are here, without an operation of the group."""
-    store = current_store()
-    store.set(f"{name}{group.rank()}", "here")
-    store.wait([f"{name}{rank}" for rank in range(group.size())])
-
-
 def in_order(group: ProcessGroup) -> None:
     """Callbacks that issue collectives, and wait for them, do so one after the other on all ranks."""
     me, size = group.rank(), group.size()
@@ -207,7 +201,7 @@ def in_order(group: ProcessGroup) -> None:
             for n in range(6)
         ]
         follow = [result.then(lambda _, n=n: seen.append((n, 2))) for n, result in enumerate(results)]
-        gate(group, f"issued {turn}")
+        gate(f"issued {turn}", group)
         for _ in range(6):
             group.send(torch.ones(1), (me + 1) % size, 7).wait()
         for n, result in enumerate(results):
@@ -244,7 +238,7 @@ def without_threads(group: ProcessGroup) -> None:
     future = work.get_future()
     with mock.patch.object(threading.Thread, "start", refuse):
         several = [pending().get_future() for _ in range(3)]
-        gate(group, "asked")
+        gate("asked", group)
         for _ in range(4):
             group.send(torch.ones(1), 1 - group.rank(), 7).wait()
         assert len(torch.futures.wait_all([future, *several])) == 4

@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from conformance.test_works import gate
 from harness import Died, current_store, run_ranks
 
 from collectives import (
@@ -29,13 +30,6 @@ from collectives.core.types import AllreduceOptions, BarrierOptions, BroadcastOp
 
 PATIENCE = 15.0
 """Seconds within which survivors must know; far below the time limits of the operations."""
-
-
-def gate(name: str, group: ProcessGroup) -> None:
-    """Waits on the store until all ranks are here, without an operation of the group."""
-    store = current_store()
-    store.set(f"{name}{group.rank()}", "here")
-    store.wait([f"{name}{rank}" for rank in range(group.size())])
 
 
 def kill_me() -> None:

@@ -190,30 +190,6 @@ def test_outputs_of_inference(backend: str, world_size: int) -> None:
     run_ranks(outputs_of_inference, world_size, backend=backend)
 
 
-def limits_without_records(group: ProcessGroup) -> None:
-    """torch's forms that have a time limit where the record stands, and where it is wrong."""
-    size, limit = group.size(), timedelta(seconds=30)
-    mine, outputs = torch.ones(2), [torch.empty(2) for _ in range(size)]
-    whole = torch.empty(2 * size)
-    group.allgather(outputs, mine, limit).wait()
-    group.all_gather_single(whole, mine, limit).wait()
-    assert torch.cat(outputs).tolist() == whole.tolist() == [1.0] * 2 * size
-    group.alltoall([torch.empty(2) for _ in range(size)], outputs, limit).wait()
-    group.alltoall_base(torch.empty(2 * size), whole, [], [], limit).wait()
-    group.barrier(limit).wait()
-    for call in (
-        lambda none: group.allgather(outputs, mine, none),
-        lambda none: group.alltoall(outputs, outputs, none),
-        group.barrier,
-    ):
-        with pytest.raises(ValueError, match="timeout must be positive"):
-            call(timedelta(0))
-
-
-def test_limits_without_records(backend: str, world_size: int) -> None:
-    run_ranks(limits_without_records, world_size, backend=backend)
-
-
 def from_threads(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
     x = torch.full((3,), 1.0)

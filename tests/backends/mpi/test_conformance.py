@@ -13,13 +13,11 @@ import torch
 from conformance import (
     test_callbacks,
     test_errors,
-    test_forms,
     test_groups,
     test_messages,
-    test_movement,
-    test_reductions,
     test_statements,
     test_time_limits,
+    test_values,
     test_works,
 )
 from harness import current_store
@@ -27,27 +25,13 @@ from mpi_team import Teams
 
 import collectives as dist
 
-EVERYWHERE: list[Callable[..., Any]] = [
-    test_reductions.reduce,
-    test_reductions.reduce_scatter,
-    test_reductions.reduce_scatter_single,
-    test_movement.broadcast,
-    test_movement.all_gather,
-    test_movement.all_gather_single,
-    test_movement.gather,
-    test_movement.scatter,
-    test_movement.all_to_all,
-    test_movement.all_to_all_single,
-    test_messages.exchange,
-]
-"""Each sees every data type."""
-
 ON_THREE: list[Callable[..., Any]] = [
-    test_reductions.special_values,
-    test_reductions.extremes,
-    test_reductions.bits_of_one_sum,
-    test_movement.all_gather_uneven,
-    test_movement.other_tensors,
+    test_values.special_values,
+    test_values.extremes,
+    test_values.bits_of_one_sum,
+    test_values.rows_and_stacks,
+    test_values.other_tensors,
+    test_messages.exchange,
     test_messages.tags_and_order,
     test_messages.receives_first,
     test_messages.large_both_ways,
@@ -64,7 +48,6 @@ ON_THREE: list[Callable[..., Any]] = [
     test_works.from_threads,
     test_works.coalesced,
     test_works.shared_memory,
-    test_forms.forms,
     test_groups.barriers,
     test_groups.barrier_after,
     test_groups.monitored,
@@ -77,16 +60,11 @@ def ids(body: Callable[..., Any]) -> str:
     return body.__name__
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("body", EVERYWHERE, ids=ids)
-def test_every_data_type(mpi: Teams, body: Callable[..., Any]) -> None:
-    mpi.run(body, 3)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
-def test_all_reduce(mpi: Teams, size: int) -> None:
-    assert len(set(mpi.run(test_reductions.all_reduce, size))) == 1, "the ranks' results differ in their bits"
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", test_values.NAMES)
+def test_right_values(mpi: Teams, name: str) -> None:
+    found = mpi.run(test_values.right_values, 3, name)
+    assert all(digests == found[0] for digests in found), "the ranks' results differ in their bits"
 
 
 @pytest.mark.parametrize("body", test_callbacks.BODIES, ids=ids)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from conformance import test_forms, test_movement, test_reductions, test_time_limits, test_works
+from conformance import test_time_limits, test_values, test_works
 from conformance.oracle import NcclReport, values
 from conformance.statements import check_statements
 from harness import run_ranks
@@ -27,26 +28,15 @@ from collectives.core.types import (
 )
 
 BODIES: list[Callable[[ProcessGroup], object]] = [
-    test_movement.broadcast,
-    test_movement.all_gather,
-    test_movement.all_gather_uneven,
-    test_movement.all_gather_single,
-    test_movement.gather,
-    test_movement.scatter,
-    test_movement.all_to_all,
-    test_movement.all_to_all_single,
-    test_movement.other_tensors,
-    test_reductions.all_reduce,
-    test_reductions.special_values,
-    test_reductions.reduce,
-    test_reductions.reduce_scatter,
-    test_reductions.reduce_scatter_single,
+    *(partial(test_values.right_values, name=name, kind=NcclReport) for name in test_values.NAMES),
+    partial(test_values.special_values, kind=NcclReport),
+    test_values.rows_and_stacks,
+    test_values.other_tensors,
     test_works.many_in_flight,
     test_works.states,
     test_works.polled,
     test_works.coalesced,
     test_works.shared_memory,
-    test_forms.forms,
     test_time_limits.numbers,
 ]
 
@@ -54,12 +44,11 @@ providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
 sizes = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda size: f"{size}ranks")
 
 
-PARTS = 8
+PARTS = 11
 """Tests that share the bodies."""
 
 
 def conformance(group: ProcessGroup, part: int) -> None:
-    test_reductions.Report = NcclReport
     group.barrier().wait()  # makes the connections, which blocks; some bodies want to see pending Works
     for body in BODIES[part::PARTS]:
         body(group)

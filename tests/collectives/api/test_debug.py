@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as torch_dist
+from conformance import table
+from conformance.oracle import Report
 from harness import current_store, run_ranks
 
 import collectives as dist
 from collectives.core import checked_group
 from collectives.core.checked_group import CheckedGroup
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS
 from collectives.store.records import publish
 from collectives.store.waiting import wait_for_keys
 
@@ -101,23 +104,14 @@ def agree(rank: int, size: int) -> None:
     )
     group.set_timeout(timedelta(seconds=40))
     assert group.inner.timeout == timedelta(seconds=40)
-    out = torch.empty(2 * size)
-    one, many = torch.ones(2), torch.ones(2 * size)
-    for _ in range(2):
-        dist.all_reduce(one)
-        dist.broadcast(one, 0)
-        dist.reduce(one, 1)
-        dist.all_gather([torch.empty(r + 1) for r in range(size)], torch.ones(rank + 1))
-        dist.all_gather_single(out, one)
-        dist.gather(one, list(out.split(2)) if rank == 0 else None)
-        dist.scatter(one, list(out.split(2)) if rank == 0 else None)
-        dist.reduce_scatter(torch.ones(rank + 1), [torch.ones(r + 1) for r in range(size)])
-        dist.reduce_scatter_single(one, many)
-        dist.all_to_all(list(torch.empty(2 * size).split(2)), list(many.split(2)))
-        # Rank r sends r + 1 rows to every rank.
-        rows = sum(r + 1 for r in range(size))
-        sent = torch.ones(size * (rank + 1))
-        dist.all_to_all_single(torch.empty(rows), sent, [r + 1 for r in range(size)], [rank + 1] * size)
+    one = torch.ones(2)
+    report = Report(group)
+    for turn in range(2):
+        for operation in OPERATIONS:
+            uneven = "little" if turn and operation in table.UNEVEN else ""
+            case = table.Case(operation, 1, size, torch.float32, 2, "dense", uneven=uneven)
+            if operation not in {BARRIER, ALL_REDUCE_COALESCED}:
+                table.run(report, case, table.by_functions(dist), rank, [])
         dist.barrier()
         dist.monitored_barrier()
         if rank == 1:
@@ -126,6 +120,7 @@ def agree(rank: int, size: int) -> None:
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, "x" * rank)
         assert objects == ["x" * r for r in range(size)]
+    report.finish(10)
     left = [key for key in group.get_group_store().list_keys() if key.startswith("check/")]
     assert len(left) <= 2 * size  # what was compared is deleted
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import table
 from harness import current_store, run_ranks
 from torch.distributed.flight_recorder.components import builder, config_manager, loader
 
@@ -19,6 +20,7 @@ import collectives as dist
 from collectives.cli import main
 from collectives.cli.flight_files import clock_offsets, read_files, write_for_torch
 from collectives.cli.trace import chrome_trace
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS
 from collectives.core.types import AllreduceOptions
 
 SECOND = 1_000_000_000
@@ -204,18 +206,11 @@ def analyzed(folder: Path) -> Any:
 def each_collective(rank: int, size: int, prefix: str) -> None:
     dist.init_process_group("gloo", store=current_store(), rank=rank, world_size=size)
     pair = dist.new_group([0, 1])
-    tensor = torch.ones(2, 3)
-    parts = [torch.ones(2, 3) for _ in range(size)]
-    dist.all_reduce(tensor)
-    dist.broadcast(tensor, 1)
-    dist.reduce(tensor, 2)
-    dist.all_gather(parts, tensor)
-    dist.all_gather_into_tensor(torch.empty(2 * size, 3), tensor)
-    dist.gather(tensor, parts if rank == 1 else None, dst=1)
-    dist.scatter(tensor, parts if rank == 0 else None, src=0)
-    dist.reduce_scatter(tensor, parts)
-    dist.all_to_all(parts, [torch.ones(2, 3) for _ in range(size)])
-    dist.all_to_all_single(torch.empty(size), torch.ones(size))
+    tensor, issue = torch.ones(2, 3), table.by_functions(dist)
+    for operation in OPERATIONS:
+        if operation not in {ALL_REDUCE_COALESCED, BARRIER}:
+            operands = table.plain(operation, rank, size, 1)
+            issue(operation, *operands, op=dist.ReduceOp.SUM, root=1, splits=None)
     dist.barrier()
     if rank < 2:
         assert isinstance(pair, dist.ProcessGroup)
@@ -247,16 +242,16 @@ def test_torch_finds_the_rank_that_did_not_come(tmp_path: Path) -> None:
     folder = tmp_path / "torch"
     paths = [f"{prefix}{rank}.json" for rank in range(3)]
     text = printed(*paths, "--torch", str(folder), "--output", str(tmp_path / "trace.json"))
-    assert "gloo group '0': rank 1 had not begun all_reduce #12 (SUM, float32 [5])" in text
+    assert "gloo group '0': rank 1 had not begun all_reduce #13 (SUM, float32 [5])" in text
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2}
     found = analyzed(folder)
     assert {group.size for group in found.groups} == {2, 3}
     good = [one for one in found.collectives if one.pass_check and not one.missing_ranks]
     assert [one for one in found.collectives if one.type_of_mismatch] == []
-    assert len(good) == 12
+    assert len(good) == 13
     missing = [one for one in found.collectives if one.missing_ranks]
-    assert [(one.collective_seq_id, one.missing_ranks) for one in missing] == [(12, {1})]
+    assert [(one.collective_seq_id, one.missing_ranks) for one in missing] == [(13, {1})]
 
 
 @finds_other_backends

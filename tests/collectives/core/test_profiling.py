@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import table
 from harness import current_store, run_ranks
 from torch.autograd import profiler
 
 import collectives as dist
 from collectives.core import profiling
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS, SCATTER
 from collectives.ddp import DistributedDataParallel
 
 
@@ -29,47 +31,27 @@ def found(recorded: Any) -> list[tuple[str, list[list[int]]]]:
 
 def every_operation(rank: int, size: int, backend: str) -> None:
     dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size)
-    tensor, parts = torch.ones(3, 5), [torch.ones(3, 5) for _ in range(size)]
+    tensor, issue, expected = torch.ones(3, 5), table.by_functions(dist), []
     with session() as recorded:
-        dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        dist.reduce(tensor, 0)
-        dist.all_gather(parts, tensor)
-        dist.all_gather_into_tensor(torch.ones(6, 5), tensor)
-        dist.gather(tensor, parts if rank == 0 else None)
-        dist.scatter(tensor, parts if rank == 0 else None)
-        dist.reduce_scatter(tensor, parts)
-        dist.reduce_scatter_tensor(torch.ones(3, 5), torch.ones(6, 5))
-        dist.all_to_all(parts, [torch.ones(3, 5) for _ in range(size)])
-        dist.all_to_all_single(torch.ones(4), torch.ones(4))
-        dist.barrier()
+        for operation in OPERATIONS:
+            if operation is not ALL_REDUCE_COALESCED:
+                outputs, inputs = table.plain(operation, rank, size, 0)
+                if operation is BARRIER:
+                    dist.barrier()
+                else:
+                    issue(operation, outputs, inputs, op=dist.ReduceOp.SUM, root=0, splits=None)
+                shown = outputs if operation is SCATTER else inputs or outputs
+                expected.append((operation.collective, [list(one.shape) for one in shown]))
         if rank:
             dist.send(tensor, 0)
         else:
             dist.recv(tensor, 1)
         dist.all_reduce(tensor[:, ::2])  # not dense
         dist.group.WORLD.allreduce(tensor=torch.ones(2)).wait()
-    one, list_of = [[3, 5]], [[3, 5]] * size
-    assert found(recorded) == [
-        (f"{backend}:{name}", shapes)
-        for name, shapes in [
-            ("all_reduce", one),
-            ("broadcast", one),
-            ("reduce", one),
-            ("all_gather", one),
-            ("all_gather", one),
-            ("gather", one),
-            ("scatter", one),
-            ("reduce_scatter", list_of),
-            ("reduce_scatter", [[6, 5]]),
-            ("all_to_all", list_of),
-            ("all_to_all", [[4]]),
-            ("barrier", []),
-            ("send" if rank else "recv", one),
-            ("all_reduce", [[3, 3]]),
-            ("all_reduce", [[2]]),
-        ]
-    ]
+    expected += [
+        ("send" if rank else "recv", [[3, 5]]), ("all_reduce", [[3, 3]]), ("all_reduce", [[2]]),
+    ]  # fmt: skip
+    assert found(recorded) == [(f"{backend}:{name}", shapes) for name, shapes in expected]
     dist.destroy_process_group()
 
 

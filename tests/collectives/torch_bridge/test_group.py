@@ -1,4 +1,4 @@
-"""Groups in torch: names, sub-groups, meshes, other backends beside ours, debug level, end and new start."""
+"""Groups in torch: names, sub-groups, other backends beside ours, debug level, end and new start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch_world import BACKEND, run_torch
 
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, UnsupportedOperationError
@@ -108,42 +107,6 @@ def sub_groups(rank, size):
 
 def test_sub_groups():
     run_torch(sub_groups, 3)
-
-
-def meshes(rank, size):
-    mesh = init_device_mesh("cpu", (2,))
-    assert mesh.get_group() is dist.group.WORLD
-    assert summed(rank, mesh.get_group()) == 1
-    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    assert square.get_local_rank("inner") == rank
-    assert summed(rank, square["inner"].get_group()) == 1
-    assert summed(rank, square["outer"].get_group()) == rank
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    whole = torch.arange(8.0).reshape(4, 2)
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    assert torch.equal(sharded.to_local(), whole[2 * rank : 2 * rank + 2])
-    assert torch.equal(sharded.redistribute(mesh, [Replicate()]).to_local(), whole)
-    assert torch.equal(sharded.redistribute(mesh, [Shard(1)]).to_local(), whole[:, rank : rank + 1])
-    assert torch.equal((sharded.t() @ sharded).full_tensor(), whole.t() @ whole)
-
-
-def gathers_into_one(rank, size):
-    options = dist.GatherOptions()
-    options.rootRank = 1
-    for given in ((), (options,)):
-        gathered = torch.zeros(2 * size)
-        dist.group.WORLD.gather_single(gathered, torch.full((2,), rank + 1.0), *given).wait()
-        root = 1 if given else 0
-        assert gathered.tolist() == ([1.0, 1.0, 2.0, 2.0] if rank == root else [0.0] * 4)
-
-
-def test_gather_into_one_tensor():
-    run_torch(gathers_into_one, 2)
-
-
-def test_device_mesh():
-    run_torch(meshes)
 
 
 def beside_gloo(rank, size):

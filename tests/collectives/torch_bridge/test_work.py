@@ -10,8 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from conformance import table
+from conformance.test_forms import OPTIONS
 from torch._C import _distributed_c10d as c10d
 from torch_world import run_torch
+
+from collectives.core.operations import ALL_TO_ALL_SINGLE, Operand
 
 
 def value(number):
@@ -76,61 +80,27 @@ def synchronous(record, root=None):
 def done_at_return(rank, size):
     """Calls of a group with synchronous records, as torch's functions make them; the Work still tells all."""
     group = dist.group.WORLD
-    a, b, whole, parts = value(rank), value(rank + 5), torch.zeros(4), [torch.zeros(2), torch.zeros(2)]
-    given = torch.tensor([1.0, 2.0]) + 10 * rank
-    root, others = rank == 1, [torch.zeros(2), torch.zeros(2)]
-    exchange = c10d.AllToAllOptions
-    calls = [
-        (lambda: group.allreduce([a], synchronous(c10d.AllreduceOptions())), [value(1)]),
-        (lambda: group.broadcast([b], synchronous(c10d.BroadcastOptions(), 1)), [value(6)]),
-        (
-            lambda: group.all_gather_single(whole, given, synchronous(c10d.AllgatherOptions())),
-            [torch.tensor([1.0, 2.0, 11.0, 12.0])],
-        ),
-        (
-            lambda: group.allgather([parts], [given], synchronous(c10d.AllgatherOptions())),
-            [torch.tensor([1.0, 2.0]), torch.tensor([11.0, 12.0])],
-        ),
-        (
-            lambda: group.reduce_scatter_single(a, whole, synchronous(c10d.ReduceScatterOptions())),
-            [torch.tensor([22.0, 24.0]) if rank else torch.tensor([2.0, 4.0])],
-        ),
-        (
-            lambda: group.reduce_scatter([a], [parts], synchronous(c10d.ReduceScatterOptions())),
-            [torch.tensor([22.0, 24.0]) if rank else torch.tensor([2.0, 4.0])],
-        ),
-        (
-            lambda: group.gather([others] if root else [], [given], synchronous(c10d.GatherOptions(), 1)),
-            [torch.tensor([1.0, 2.0]), torch.tensor([11.0, 12.0])] if root else [],
-        ),
-        (
-            lambda: group.scatter([a], [others] if root else [], synchronous(c10d.ScatterOptions(), 1)),
-            [torch.tensor([11.0, 12.0]) if rank else torch.tensor([1.0, 2.0])],
-        ),
-        (
-            lambda: group.all_to_all_single(a, given, [], [], synchronous(exchange())),
-            [torch.tensor([2.0, 12.0]) if rank else torch.tensor([1.0, 11.0])],
-        ),
-        (
-            lambda: group.alltoall(parts, [value(rank), value(rank + 2)], synchronous(exchange())),
-            [value(2), value(3)] if rank else [value(0), value(1)],
-        ),
-        (lambda: group.barrier(synchronous(c10d.BarrierOptions())), []),
-    ]
-    for number, (call, wanted) in enumerate(calls):
+    for name, operation in table.BY_NAME.items():
+        outputs, inputs = table.plain(operation, rank, size, 1)
+        record = getattr(c10d, OPTIONS[name].__name__)()
+        kinds = ((operation.output, outputs), (operation.input, inputs))
+        operands = [table.operand(*one) for one in kinds if one[0] is not Operand.NONE]
+        splits = [[], []] if operation is ALL_TO_ALL_SINGLE else []
         before = group._get_sequence_number_for_group()
-        work = call()
+        call = getattr(group, operation.methods[0])
+        work = call(*operands, *splits, synchronous(record, 1 if operation.rooted else None))
         assert isinstance(work, dist.Work)
-        assert work.is_completed(), number
+        assert work.is_completed(), name
         assert work.is_success()
         assert work.exception() is None
         assert work.wait() is True
         assert work.get_future() is work.get_future()
         for got in (work.result(), work.get_future().wait()):
-            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in wanted], number
+            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in outputs], name
         with pytest.raises(RuntimeError, match="receive"):
             work.source_rank()
-        assert group._get_sequence_number_for_group() == before + 1, number
+        assert group._get_sequence_number_for_group() == before + 1, name
+    b = value(6)
     script = torch.ops.c10d.allreduce_([b], group.boxed(), torch.classes.c10d.ReduceOp(), None, False)[1]
     gc.collect()
     assert dist.Work.unbox(script).wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance.test_works import gate
 from harness import Died, current_store, run_ranks
 
 import collectives as dist
@@ -44,12 +45,6 @@ def reset_connections() -> int:
     return count
 
 
-def gate(group: dist.ProcessGroup, name: str) -> None:
-    store = current_store()
-    store.set(f"{name}{group.rank()}", "")
-    store.wait([f"{name}{rank}" for rank in range(group.size())])
-
-
 def adds_up(group: dist.ProcessGroup) -> None:
     for count in (3, 300_000):
         x = torch.full((count,), group.rank() + 1.0)
@@ -60,10 +55,10 @@ def adds_up(group: dist.ProcessGroup) -> None:
 def goes_on(group: dist.ProcessGroup, times: int, victim: int) -> float:
     """The control connection is reset and made again; it still tells of a rank that dies."""
     for turn in range(times):
-        gate(group, f"before{turn}")
+        gate(f"before{turn}", group)
         if group.rank() == turn % group.size() and group.rank() in {0, 2}:  # the leaders
             assert reset_connections() >= 1  # two where both ends have made it again
-        gate(group, f"after{turn}")
+        gate(f"after{turn}", group)
         time.sleep(1.5)
         assert group.lost_ranks() == []
     adds_up(group)
@@ -86,7 +81,7 @@ def test_a_control_connection_that_is_reset_is_made_again(victim: int) -> None:
 def loses_all(group: dist.ProcessGroup) -> str:
     """All connections are reset within an operation: that ends, and no rank is said to have died."""
     adds_up(group)
-    gate(group, "before")
+    gate("before", group)
     if group.rank() == 1:
         time.sleep(0.3)
         assert reset_connections() >= 2
