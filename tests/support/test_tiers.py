@@ -85,8 +85,8 @@ def test_folders_of_the_full_tier_are_there():
         ([], False, True),
         (["tests"], False, True),
         (["tests/store", "tests/torch_systems"], False, True),
-        (["tests/torch_systems/fsdp"], False, False),
-        (["tests/torch_systems/fsdp/test_fsdp.py::test_values[2ranks]"], False, False),
+        (["tests/torch_systems/systems"], False, False),
+        (["tests/torch_systems/systems/test_systems.py::test_system[dtensors]"], False, False),
         ([], True, False),
     ],
 )
@@ -96,6 +96,6 @@ def test_folders_of_the_full_tier_are_not_imported(args, full, ignored):
         getoption={"full": full}.get,
         invocation_params=SimpleNamespace(dir=tiers.TESTS.parent),
     )
-    assert tiers.is_ignored(tiers.TESTS / "torch_systems" / "fsdp", config) is ignored
+    assert tiers.is_ignored(tiers.TESTS / "torch_systems" / "systems", config) is ignored
     assert not tiers.is_ignored(tiers.TESTS / "store", config)
     assert not tiers.is_ignored(tiers.TESTS / "torch_systems", config)

@@ -26,11 +26,7 @@ TESTS = Path(__file__).parents[1]
 FULL_FOLDERS = {
     "packaging": "builds wheels and virtual environments",
     "torch_suite": "torch's own tests",
-    "torch_systems/checkpoint": "torch's systems on our groups",
-    "torch_systems/elastic": "starts interpreters by torchrun",
-    "torch_systems/fsdp": "torch's systems on our groups",
-    "torch_systems/pipeline": "torch's systems on our groups",
-    "torch_systems/tensor_parallel": "torch's systems on our groups",
+    "torch_systems/systems": "torch's systems on our groups",
 }
 """Folders of the full tier, and why they are."""
 
