@@ -193,33 +193,34 @@ class MpiInFlight:
     """An operation in flight. ``error`` is MPI's code of what went wrong, 0 for nothing."""
 
     @property
-    def moved(self) -> int: ...
-    @property
     def number(self) -> int: ...
     @property
     def error(self) -> int: ...
     @property
     def is_message(self) -> bool: ...
     @property
+    def status(self) -> bytes: ...
+    @property
     def call(self) -> Any: ...
     def advance(self) -> bool: ...
+    def cancel(self) -> int: ...
     def end(self, error: str) -> None: ...
 
-class MpiFastPath:
+class MpiGroup:
+    """Collectives and messages over MPI's functions, which are called by address."""
+
     def __init__(
         self,
-        functions: tuple[int, int, int, int, int],
+        functions: tuple[int, ...],
         bytes: tuple[int, int],
-        communicator: int,
-        messages: int,
         byte: int,
+        collectives: int,
+        messages: int,
         rank: int,
         size: int,
         largest_tag: int,
         operations: Iterator[int],
         message_numbers: Iterator[int],
-        exchanges: Iterator[int],
-        limits: tuple[int, int, int, int, int],
         spins: int,
         record: OperationRecord,
         timeout_ns: int,
@@ -239,17 +240,19 @@ class MpiFastPath:
     def issue(
         self,
         opcode: int,
-        data_ptr: int = 0,
-        input_ptr: int = 0,
-        count: int = 0,
-        dtype_code: int = 0,
-        op_code: int = 0,
-        factor: float = 1.0,
-        root: int = 0,
-        outputs: Sequence[tuple[int, int]] = (),
-        inputs: Sequence[tuple[int, int]] = (),
+        data_ptr: int,
+        input_ptr: int,
+        count: int,
+        dtype_code: int,
+        op_code: int,
+        factor: float,
+        root: int,
+        outputs: Sequence[tuple[int, int]],
+        inputs: Sequence[tuple[int, int]],
     ) -> MpiInFlight: ...
-    def serves(self, opcode: int, nbytes: int, itemsize: int) -> bool: ...
+    def issue_message(
+        self, sends: bool, data_ptr: int, count: int, type: int, peer: int, tag: int
+    ) -> MpiInFlight: ...
 
 # --- nccl ---
 

@@ -1,7 +1,7 @@
 """The mpi backend: an MPI library, reached through mpi4py, behind our contract.
 
-Inside: the process group, its Work, how operations are dispatched and make progress, MPI's communicators. Not
-here: the exchange of small messages by address, which is C++ (``backends/native/mpi``).
+Inside: the process group, the engine that drives its operations, MPI's communicators. Not here: the messages
+that carry them out, which are C++ (``backends/native/mpi``).
 """
 
 from __future__ import annotations

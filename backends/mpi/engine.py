@@ -1,4 +1,4 @@
-"""The progress engine of a group: the operations in flight, their progress and their failures.
+"""The operations of a group that are in flight: their Works, their progress and their failures.
 
 MPI makes progress only while somebody calls it. So a thread that waits for one operation tests all that are
 in flight in its group; the progress thread of the process tests those that nobody waits for. No call blocks
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.futures import Future
 
 import collectives._native as _native
 from collectives.backends._shared.exit_reasons import (
@@ -32,9 +37,12 @@ from collectives.backends._shared.exit_reasons import (
 )
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
+from collectives.backends._shared.tensor_memory import byte_count
 from collectives.backends.mpi.libmpi import Library
-from collectives.backends.mpi.unfinished import Unfinished
-from collectives.backends.mpi.work import MPIWork
+from collectives.core.completions import complete_later
+from collectives.core.operations import OPERATIONS, Operand
+from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
+from collectives.core.work import NotifiedWork, settle
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -46,19 +54,9 @@ from collectives.errors import (
 from collectives.store.records import as_text, fetch, publish
 from collectives.store.waiting import delete_keys
 from collectives.threads import start_thread
+from collectives.time_limits import seconds_to_wait
 
-__all__ = ["Engine", "Progressing", "progress_thread"]
-
-
-class Progressing(Protocol):
-    """The part of a group's engine that the thread uses."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in flight."""
-
-    def progress(self) -> bool | None:
-        """Tests what is in flight; returns whether anything ended, ``None`` where nothing is in flight."""
+__all__ = ["Engine", "MPIWork", "progress_thread"]
 
 
 class _ProgressThread:
@@ -69,12 +67,12 @@ class _ProgressThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: weakref.WeakSet[Progressing] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends = False
 
-    def serve(self, group: Progressing) -> None:
+    def serve(self, group: Engine) -> None:
         """Makes progress in a group from now on, until nothing of it is in flight."""
         self.start()
         with self._lock:
@@ -107,7 +105,7 @@ class _ProgressThread:
             rest = self._REST_SECONDS if moved else min(1.2 * rest, self._LONGEST_REST_SECONDS)
             time.sleep(rest)
 
-    def _forget(self, group: Progressing) -> None:
+    def _forget(self, group: Engine) -> None:
         with self._lock:
             if group.idle:
                 self._groups.discard(group)
@@ -148,8 +146,186 @@ _LONGEST_NAP_SECONDS = 500e-6
 _CHECK_SECONDS = 0.25
 """How often a waiting thread checks for failures."""
 
+_NAMES = {one.opcode: one.name for one in OPERATIONS if one.name == one.collective}
+_SINGLE_NAMES = _NAMES | {
+    one.opcode: one.name for one in OPERATIONS if Operand.PARTS in {one.output, one.input}
+}
+"""Names of the collectives by their opcode: those that take lists, and those that take single tensors."""
+
 _abandoned: list[MPIWork] = []
 """Operations that failed while MPI may still write into their memory, which therefore stays."""
+
+
+class MPIWork(NotifiedWork):
+    """An operation in flight; :meth:`move`, :meth:`fail` and :meth:`leave` are for the engine alone.
+
+    Args:
+        engine: the engine.
+        operation: what messages say about it.
+        keep: whatever must stay alive until the operation ends.
+        after: a last local step, such as writing a dense temporary back.
+        nbytes: what it moves, to judge how long that may take; exactly the size of a message.
+        behind: the operations that must be done before it is.
+        recorded: its place in the flight record, where that has it already.
+
+    Attributes:
+        in_flight: the operation of the core, once it has begun.
+        done: whether it is done or failed, as far as is known.
+    """
+
+    __slots__ = (
+        "_after",
+        "_behind",
+        "_engine",
+        "_error",
+        "_recorded",
+        "_source",
+        "deadline",
+        "done",
+        "in_flight",
+        "keep",
+        "nbytes",
+        "operation",
+        "point_to_point",
+        "receives",
+        "since",
+    )
+
+    in_flight: _native.MpiInFlight
+
+    def __init__(
+        self,
+        engine: Engine,
+        operation: Operation,
+        keep: Sequence[Any],
+        after: Callable[[], None] | None = None,
+        nbytes: int = 0,
+        behind: Sequence[MPIWork] = (),
+        recorded: Recorded | None = None,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._recorded = recorded or operation.begin()
+        self.operation = operation
+        self.keep = keep
+        self._after = after
+        self._behind = behind
+        self.nbytes = nbytes
+        self.receives = operation.name == "recv"
+        self.point_to_point = self.receives or operation.name == "send"
+        self.since = time.monotonic()
+        self.deadline = self.since + operation.timeout.total_seconds()
+        self.done = False
+        self._error: BaseException | None = None
+        self._source: int | None = None
+
+    # ---- for the engine ------------------------------------------------------------------------------------
+
+    def move(self) -> bool:
+        """Moves the operation on, and ends it where it is over; raises the error of MPI, or of its last step."""
+        over = self.in_flight.advance()
+        self._engine.raise_error_of(self.in_flight)
+        if not over or not all(work.done for work in self._behind):
+            return False
+        if self.receives:
+            self._note_received()
+        if self._after is not None:
+            self._after()
+        self._end(None)
+        return True
+
+    def _note_received(self) -> None:
+        """Takes the sender and the size of a message from MPI's status."""
+        mpi = self._engine.mpi_library.mpi
+        status, found = mpi.Status(), self.in_flight.status
+        ctypes.memmove(mpi._addressof(status), found, len(found))
+        got = int(status.Get_elements(mpi.BYTE))
+        if got != self.nbytes:
+            raise DistBackendError(
+                f"{self._engine.where} {self.operation}: the message has {got} bytes, but the tensor that "
+                f"receives it {self.nbytes}",
+                **self.operation.about,
+            )
+        self._source = int(status.Get_source())
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the operation with an error; where it is under way, it keeps its memory."""
+        self._end(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Ends the operation in a forked child, where nobody lets go of a lock that was held."""
+        self._lock = threading.Lock()
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self.done:
+                return
+            self._error = error
+            self.done = True
+        self._recorded.end(error)
+
+    def _has_ended(self) -> bool:
+        return self.done
+
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error, self.operation.outputs)
+
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        if not self._engine.watch():
+            return complete
+        return complete_later(self._number, id(self._engine), complete, collective=not self.point_to_point)
+
+    # ---- the contract --------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the operation is done; moves it on meanwhile, with the GIL released between looks."""
+        limit = seconds_to_wait(timeout)
+        if not self.done:
+            until = time.monotonic() + limit if limit > 0 else None
+            with _native.OperationWait(not self.point_to_point):
+                done = self._engine.wait_for(self, until)
+            if not done:
+                raise CollectiveTimeoutError(
+                    f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on",
+                    **self.operation.about,
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; moves it on."""
+        if not self.done:
+            self._engine.poll(self)
+        return self.done
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        if self._error is not None:
+            raise self._error
+        return list(self.operation.outputs)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        if not self.receives:
+            return super().source_rank()
+        if not self.is_completed() or self._source is None:
+            raise RuntimeError("the operation is still pending; call wait() before source_rank()")
+        return self._source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the outputs.
+
+        Where MPI takes calls from one thread only, the thread that finds the operation done runs callbacks.
+        """
+        return super().get_future()
 
 
 class Engine:
@@ -164,7 +340,13 @@ class Engine:
         rank: this process's rank within the group.
         size: number of ranks.
         where: rank and group, to stand in front of a message.
-        unfinished: what the core has begun and nobody has taken over.
+        record: the group's flight record.
+        timeout: tells the group's time limit.
+
+    Attributes:
+        unfinished: synchronous calls that the core has begun and not finished, and that this has not taken
+            over. The core appends to it: the handler of a signal may raise in the moment in which it
+            returns, before its caller has the operation, which goes on all the same.
     """
 
     def __init__(
@@ -175,7 +357,8 @@ class Engine:
         rank: int,
         size: int,
         where: str,
-        unfinished: Unfinished,
+        record: FlightRecord,
+        timeout: Callable[[], timedelta],
     ) -> None:
         self.mpi_library = library
         self.where = where
@@ -188,8 +371,9 @@ class Engine:
         self._rank = rank
         self._size = size
         self._active: list[MPIWork] = []
-        self._unfinished = unfinished
-        self._testall = library.mpi.Request.Testall
+        self.unfinished: list[_native.MpiInFlight] = []
+        self._record = record
+        self._timeout = timeout
         self._spins = _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS
         self._check_at = 0.0
         self._checking = threading.Lock()
@@ -206,24 +390,33 @@ class Engine:
         if not self.mpi_library.any_thread:
             self.mpi_library.check_thread(f"{self.where} {operation}:")
 
-    def issue(self, operation: Operation, make: Callable[[], MPIWork], asynchronous: bool) -> MPIWork:
+    def issue(
+        self,
+        operation: Operation,
+        begin: Callable[[], _native.MpiInFlight],
+        asynchronous: bool,
+        keep: Sequence[Any],
+        after: Callable[[], None] | None = None,
+        nbytes: int = 0,
+        behind: Sequence[MPIWork] = (),
+    ) -> MPIWork:
         """Begins an operation, one at a time where the library asks for it, and returns its Work.
 
-        An error of MPI breaks the group, and so does a signal's handler that raises between the calls of MPI:
-        nobody knows which of them were made.
+        An error of MPI breaks the group, and so does a signal's handler that raises before the Work has the
+        operation: nobody would go on with it. Arguments as :class:`MPIWork`, and:
 
-        Args:
-            operation: what messages say about it.
-            make: makes its Work, once the group is known to be usable.
+        Args besides those:
+            begin: begins the operation.
             asynchronous: whether to return at once, and not when the operation is done.
         """
         if asynchronous and self.mpi_library.any_thread:
             progress_thread.start()
         with self.lock:
             self.check_usable(operation)
-            work = make()
+            work = MPIWork(self, operation, keep, after, nbytes, behind)
             try:
-                work.begin()
+                work.in_flight = begin()
+                self.raise_error_of(work.in_flight)
                 self._active.append(work)
             except self.mpi_library.mpi.Exception as error:
                 _abandoned.append(work)
@@ -234,6 +427,11 @@ class Engine:
                 raise
         self._see_to(work, asynchronous)
         return work
+
+    def raise_error_of(self, in_flight: _native.MpiInFlight) -> None:
+        """Raises MPI's error in an operation, if there is one."""
+        if in_flight.error:
+            raise self.mpi_library.mpi.Exception(in_flight.error)
 
     def carry_on(self, in_flight: _native.MpiInFlight) -> None:
         """Waits for an operation that the core has begun and left unfinished."""
@@ -265,7 +463,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
-        return not self._unfinished.operations and not self._active  # they go from the first to the second
+        return not self.unfinished and not self._active  # they go from the first to the second
 
     def earlier(self) -> list[MPIWork]:
         """Returns what is in flight now."""
@@ -275,14 +473,34 @@ class Engine:
 
     def _take_unfinished(self) -> None:
         """Takes over what a call began and, interrupted by a signal, did not hand over; needs the lock."""
-        for in_flight in list(self._unfinished.operations):
+        for in_flight in list(self.unfinished):
             self._take(in_flight)
 
     def _take(self, in_flight: _native.MpiInFlight) -> MPIWork:
-        work = self._unfinished.work_of(self, in_flight)
+        work = self._work_of(in_flight)
         self._active.append(work)  # before it goes from there, so that nobody finds the group idle
-        if in_flight in self._unfinished.operations:
-            self._unfinished.operations.remove(in_flight)
+        if in_flight in self.unfinished:
+            self.unfinished.remove(in_flight)
+        return work
+
+    def _work_of(self, in_flight: _native.MpiInFlight) -> MPIWork:
+        """Returns a Work of what the core has begun.
+
+        Two Works of one operation do no harm: each ends when the core says that it is over.
+        """
+        tensors: list[torch.Tensor] = []
+        if in_flight.is_message:
+            sends, tensor, peer, tag = in_flight.call
+            tensors.append(tensor)
+            name, way = ("send", "to") if sends else ("recv", "from")
+            detail = f"{way} rank {peer}, tag {tag}"
+        else:
+            opcode, list_form, *_ = in_flight.call
+            name, detail = (_NAMES if list_form else _SINGLE_NAMES)[opcode], ""
+        operation = Operation(self._record, name, in_flight.number, tensors, self._timeout(), detail)
+        recorded, nbytes = BegunByCore(self._record, in_flight), sum(map(byte_count, tensors))
+        work = MPIWork(self, operation, in_flight.call, nbytes=nbytes, recorded=recorded)
+        work.in_flight = in_flight
         return work
 
     # ---- progress ------------------------------------------------------------------------------------------
@@ -358,17 +576,11 @@ class Engine:
 
     def _has_ended(self, work: MPIWork) -> bool:
         try:
-            if not work.move(self._testall):
-                return False
-            work.complete()
+            return work.move()
         except self.mpi_library.mpi.Exception as error:
             work.fail(self.failed(work.operation, error, work))
         except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
             work.fail(error)
-        except BaseException:  # of a signal's handler
-            if work.torn:
-                self._break_torn(work)
-            raise
         return True
 
     # ---- failure -------------------------------------------------------------------------------------------
@@ -499,9 +711,7 @@ class Engine:
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
         if work.receives and self.mpi_library.may_call():
-            with contextlib.suppress(self.mpi_library.mpi.Exception):
-                for request in work.requests:
-                    request.Cancel()
+            work.in_flight.cancel()
         _abandoned.append(work)
 
     # ---- life ----------------------------------------------------------------------------------------------

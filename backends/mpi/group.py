@@ -1,9 +1,18 @@
-"""ProcessGroupMPI: an MPI library moves the data, and the package's own kernels compute."""
+"""ProcessGroupMPI: an MPI library moves the data, and the package's own kernels compute.
+
+The C++ core (``backends/native/mpi``) makes every collective of messages between the ranks. It calls the MPI
+library that mpi4py has loaded, by address: what MPI takes from C costs a few hundred nanoseconds a message,
+from Python some microseconds. A synchronous call tests its messages for at most two milliseconds in the core.
+What is not over by then, and every asynchronous call, becomes a Work that the engine drives, with its time
+limits and its look at other ranks.
+"""
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+import functools
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -11,34 +20,22 @@ from typing import Any, ClassVar
 import torch
 
 import collectives._native as _native
-from collectives.backends._shared.arithmetic import REDUCTIONS
+from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends._shared.tensor_memory import Part, byte_count, equal_parts, part_of, split_parts
 from collectives.backends.mpi.communicators import make_communicators
-from collectives.backends.mpi.cuda import copy_own, why_no_cuda
-from collectives.backends.mpi.dispatch import Dispatcher, FastPath
+from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams, why_no_cuda
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import library
-from collectives.backends.mpi.messages import (
-    Arithmetic,
-    Buffers,
-    MessageExchange,
-    Tags,
-    arithmetic_of,
-    check_length,
-    cut,
-)
-from collectives.backends.mpi.native_exchange import MOST_RANKS, NativeExchange
-from collectives.backends.mpi.unfinished import Unfinished
-from collectives.backends.mpi.work import Until
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
-from collectives.core.native_dtypes import NATIVE_CODES
-from collectives.core.operations import ALL_GATHER, BARRIER, BROADCAST, Call
+from collectives.core.native_dtypes import NATIVE_CODES, native_count
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call, Operand
 from collectives.core.process_group import ProcessGroup
+from collectives.core.profiling import profiler
 from collectives.core.types import nanoseconds
-from collectives.core.work import CompletedWork, Work
+from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.logs import Log
@@ -48,22 +45,81 @@ from collectives.store import PrefixStore
 __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
-_BYTE = NATIVE_CODES[torch.uint8]
-_GATHERED_BYTES = 64 << 10
-"""Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
 
+_SPINS = 2000
+"""Tests in a row of a synchronous call in the core, which yields for two milliseconds after them."""
+
+_SPINS_OVERSUBSCRIBED = 20
+
+_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Testall", "MPI_Get_count", "MPI_Cancel")
+
+_MOST = 2**31 - 1
+"""The largest number of elements that every MPI library takes; those before MPI 4 count in C's int."""
+
+_BLOCK_BYTES = 2**30
 
 _FREE_SECONDS = 10.0
 """How long the end of a group waits for MPI."""
 
 log = Log()
 
+for _type in (torch.Tensor, torch.nn.Parameter):
+    _native.register_tensor_type(_type)
+
+
+def _dense(tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
+    return dense(tensor).cpu() if on_host else dense(tensor)
+
+
+@functools.cache
+def _type_of(mpi: Any, nbytes: int) -> Any:
+    """Returns a data type of which one element is so many bytes; never freed, because operations may last."""
+    blocks, rest = divmod(nbytes, _BLOCK_BYTES)
+    block = mpi.BYTE.Create_contiguous(_BLOCK_BYTES)
+    whole = block.Create_contiguous(blocks)
+    made = mpi.Datatype.Create_struct([1, rest], [0, blocks * _BLOCK_BYTES], [whole, mpi.BYTE]).Commit()
+    whole.Free()
+    block.Free()
+    return made
+
+
+class _Tags:
+    """The tags of a group's messages: any number below 2^31, whatever the library's largest tag.
+
+    Tags in the lower half of the library's range stand for themselves. For every other one the group's store
+    keeps a number of the upper half, given out in the order in which such tags are first used.
+
+    Attributes:
+        own: tags below this one stand for themselves.
+
+    Args:
+        store: the group's store.
+        largest: the library's largest tag (``MPI_TAG_UB``).
+    """
+
+    def __init__(self, store: Any, largest: int) -> None:
+        self._store = store
+        self.own = largest + 1 if largest >= 2**31 - 1 else largest // 2
+        self._known: dict[int, int] = {}
+
+    def of(self, tag: int) -> int:
+        """Returns MPI's tag for a user's; asks the store where a large one is used for the first time."""
+        if tag < self.own:
+            return tag
+        found = self._known.get(tag)
+        if found is None:
+            key = f"tag/{tag}"
+            if self._store.add(f"{key}/users", 1) == 1:
+                self._store.set(key, str(self.own + self._store.add("tags", 1)))
+            found = self._known[tag] = int(self._store.get(key))
+        return found
+
 
 class ProcessGroupMPI(ProcessGroup):
     """Collective communication over an MPI library, through mpi4py, on the CPU and, where it can, on GPUs.
 
     The processes are started by ``mpirun``; the ranks of a group are any of MPI's world. MPI moves the data,
-    with calls that do not block, so that operations overlap and time limits hold. Every dense data type
+    with messages that do not block, so that operations overlap and time limits hold. Every dense data type
     moves.
 
     **Numerics.** MPI promises neither an order of summation nor equal bits on all ranks, and rounds 16-bit
@@ -127,34 +183,37 @@ class ProcessGroupMPI(ProcessGroup):
             self._library, options, self.where(), liveness
         )
         largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
-        self._buffers = Buffers(mpi)
-        self._tags = Tags(store, largest_tag)
+        self._tags = _Tags(store, largest_tag)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        unfinished = Unfinished(self.flight_record, mpi, lambda: this._timeout)
         self._engine = Engine(
-            self._library, liveness, store, self._rank, self._size, self.where(), unfinished
-        )
-        exchanges = itertools.count()
-        messages = MessageExchange(self._own_communicator, self._buffers, largest_tag, exchanges)
-        self._operations = Operations(self.flight_record)
-        self._native = NativeExchange(
             self._library,
-            self._own_communicator,
-            self._communicator,
+            liveness,
+            store,
+            self._rank,
+            self._size,
+            self.where(),
+            self.flight_record,
+            lambda: this._timeout,
+        )
+        self._operations = Operations(self.flight_record)
+        # The extension was linked with the library, so that its own search for names finds the same one.
+        functions = ctypes.CDLL(mpi.__file__)
+        self._core = _native.MpiGroup(
+            tuple(ctypes.cast(functions[name], ctypes.c_void_p).value or 0 for name in _FUNCTIONS),
+            (mpi._sizeof(mpi.Request), mpi._sizeof(mpi.Status)),
+            mpi.BYTE.handle,
+            self._own_communicator.handle,
+            self._communicator.handle,
             self._rank,
             self._size,
             largest_tag,
             self._operations.collectives,
             self._operations.messages,
-            exchanges,
+            _SPINS_OVERSUBSCRIBED if self._library.oversubscribed else _SPINS,
             self.flight_record.of_core,
             nanoseconds(self._timeout),
-            unfinished.operations,
+            self._engine.unfinished,
         )
-        self._dispatcher = Dispatcher(self._engine, self._native, messages, self._rank, self._size)
-        fast_path = FastPath(self._native, self._engine, self._tags, self._size)
-        self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
-        self.fast_message = fast_path.message  # type: ignore[method-assign]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -168,258 +227,163 @@ class ProcessGroupMPI(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
-        self._native.set_timeout(nanoseconds(self._timeout))
+        self._core.set_timeout(nanoseconds(self._timeout))
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call) -> Work:
-        return self._reduce_all(call, None)
-
-    def _reduce(self, call: Call) -> Work:
-        return self._reduce_all(call, call.root)
-
-    def _reduce_all(self, call: Call, root: int | None) -> Work:
-        """Reduces a tensor to all ranks, or to the root."""
-        operation, tensor = self._operation(call), call.output
-        if not tensor.numel():
-            self._engine.check_usable(operation)
-            return CompletedWork([tensor])
-        writes = call.writes_on(self._rank)
-        staged = dense_outputs([tensor] if writes else [], on_host=True)
-        data = staged.stand_ins[0] if writes else dense(tensor).cpu()
-        whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, call.op, self._size)
-        kind = call.operation.opcode
-        if self._native.serves(kind, whole.nbytes, arithmetic.item):
-            return self._dispatcher.by_core(
-                operation,
-                call.async_op,
-                staged.last_step,
-                (data,),
-                whole.nbytes,
-                opcode=kind,
-                data_ptr=whole.address,
-                count=whole.nbytes // arithmetic.item,
-                dtype_code=arithmetic.dtype,
-                op_code=arithmetic.op,
-                factor=arithmetic.factor,
-                root=root or 0,
-            )
-        if self._size > MOST_RANKS and whole.nbytes * self._size <= _GATHERED_BYTES:
-            return self._gather_and_reduce(operation, staged, data, arithmetic, root, call.async_op)
-        parts = cut(whole, arithmetic.item, self._size)
-        own = parts[self._rank]
-        keep = [data]
-        if not writes:
-            keep.append(torch.empty(own.nbytes, dtype=torch.uint8))
-        target = own.address if writes else keep[1].data_ptr()
-        outputs = parts if writes else ()
-        return self._dispatcher.reduce(
-            operation,
-            parts,
-            target,
-            arithmetic,
-            call.async_op,
-            staged.last_step,
-            keep,
-            outputs=outputs,
-            root=root,
-        )
-
-    def _gather_and_reduce(
+    def fast_collective(
         self,
-        operation: Operation,
-        staged: dense_outputs,
-        data: torch.Tensor,
-        arithmetic: Arithmetic,
-        root: int | None,
-        asynchronous: bool,
-    ) -> Work:
-        """Reduces small tensors: all ranks, or the root, get them all."""
-        whole = part_of(data)
-        gets_all = root is None or root == self._rank
-        memory = torch.empty(whole.nbytes * self._size if gets_all else 0, dtype=torch.uint8)
-        begin = memory.data_ptr()
-        own = self._buffers(*whole)
-        place = self._buffers.parts(begin, whole.nbytes, self._size) if gets_all else None
+        opcode: int,
+        output: Any = None,
+        input: Any = None,
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Runs a synchronous collective on dense tensors while no other operation is in flight."""
+        engine = self._engine
+        if (
+            async_op
+            or engine.cause is not None
+            or engine.ended
+            or not engine.idle
+            or profiler._is_profiler_enabled
+            or not self._library.concurrent  # the core has not the engine's lock
+        ):
+            return None
+        try:
+            done = self._core.fast_collective(opcode, output, input, reduce_op, root, list_form)
+            if done is False:
+                return None
+            if done is not True:
+                engine.carry_on(done)
+        except BaseException:
+            engine.watch()  # a signal's handler may have raised: the messages are under way
+            raise
+        return COMPLETED
 
-        def issue() -> list[Any]:
-            if root is None:
-                return [self._communicator.Iallgather(own, place)]
-            return [self._communicator.Igather(own, place, root)]
-
-        def finish() -> None:
-            if gets_all:
-                sources = [begin + rank * whole.nbytes for rank in range(self._size)]
-                count = whole.nbytes // arithmetic.item
-                _native.reduce(
-                    whole.address, sources, count, arithmetic.dtype, arithmetic.op, arithmetic.factor
-                )
-            if staged.last_step is not None:
-                staged.last_step()
-
-        return self._dispatcher.by_calls(operation, issue, asynchronous, finish, (data, memory))
-
-    def _broadcast(self, call: Call) -> Work:
-        operation = self._operation(call)
-        staged = dense_outputs(call.outputs if call.writes_on(self._rank) else [])
-        data = staged.stand_ins[0] if staged.stand_ins else dense(call.output)
-        whole = part_of(data)
-        if self._native.serves(BROADCAST.opcode, whole.nbytes, 1):
-            return self._dispatcher.by_core(
-                operation,
-                call.async_op,
-                staged.last_step,
-                (data,),
-                whole.nbytes,
-                opcode=BROADCAST.opcode,
-                data_ptr=whole.address,
-                count=whole.nbytes,
-                dtype_code=_BYTE,
-                root=call.root,
-            )
-        return self._dispatcher.by_calls(
-            operation,
-            lambda: [self._communicator.Ibcast(self._buffers(*whole), call.root)],
+    def issue(self, call: Call) -> Work:
+        """Begins a collective in the core, and waits for it where it is synchronous."""
+        operation, outputs = call.operation, call.outputs
+        if operation is ALL_REDUCE_COALESCED:
+            return super().issue(call)
+        described = self._operations.of(call, self._timeout)
+        earlier = self._engine.earlier() if operation is BARRIER else []
+        writes, on_host = call.writes_on(self._rank), operation.reduces  # as the kernels run there
+        staged = dense_outputs(outputs if writes else (), on_host=on_host)
+        targets = staged.stand_ins if writes else [_dense(tensor, on_host) for tensor in outputs]
+        sources = [_dense(tensor, on_host) for tensor in call.inputs]
+        received = self._parts(operation.output, targets, call.output_splits)
+        sent = self._parts(operation.input, sources, call.input_splits)
+        data = targets[0] if operation.output is Operand.ONE else None
+        source = sources[0] if operation.input is Operand.ONE else None
+        input_ptr = 0 if source is None else source.data_ptr()
+        if targets and sources and sources[0].is_cuda:  # whose own part the core cannot copy
+            target, given = targets[self._rank % len(targets)], sources[self._rank % len(sources)]
+            place = received[self._rank] if received else part_of(target)
+            copy_own(target, place, given, sent[self._rank] if sent else part_of(given))
+            if sent:
+                sent[self._rank] = place
+            else:
+                input_ptr = place.address
+        main = source if data is None else data
+        keep = (*sources, *targets)
+        synchronize_streams(keep)
+        return self._engine.issue(
+            described,
+            lambda: self._core.issue(
+                operation.opcode,
+                0 if data is None else data.data_ptr(),
+                input_ptr,
+                0 if main is None else native_count(main),
+                NATIVE_CODES[torch.uint8 if operation is BARRIER else call.tensor.dtype],
+                call.op.code,
+                kernel_factor(call.op, self._size),
+                call.root,
+                received,
+                sent,
+            ),
             call.async_op,
-            staged.last_step,
-            (data,),
-            whole.nbytes,
+            keep,
+            on_device(outputs, staged.last_step),
+            sum(map(byte_count, keep)),
+            [work for work in earlier if not work.operation.is_message],
         )
 
-    def _all_gather(self, call: Call) -> Work:
-        sent = [dense(call.input)] * self._size
-        return self._dispatcher.move(self._operation(call), sent, call.outputs, call.async_op)
-
-    def _all_gather_into_tensor(self, call: Call) -> Work:
-        operation = self._operation(call)
-        staged = dense_outputs(call.outputs)
-        source, target = dense(call.input), staged.stand_ins[0]
-        own, whole = part_of(source), part_of(target)
-        if target.is_cuda:
-            place = Part(whole.address + self._rank * own.nbytes, own.nbytes)
-            copy_own(target, place, source, own)
-            own = place
-        if self._native.serves(ALL_GATHER.opcode, own.nbytes * self._size, 1):
-            return self._dispatcher.by_core(
-                operation,
-                call.async_op,
-                staged.last_step,
-                (source, target),
-                whole.nbytes,
-                opcode=ALL_GATHER.opcode,
-                input_ptr=own.address,
-                count=own.nbytes,
-                dtype_code=_BYTE,
-                outputs=[(whole.address + rank * own.nbytes, own.nbytes) for rank in range(self._size)],
-            )
-        in_place = own.address == whole.address + self._rank * own.nbytes
-        given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
-        places = self._buffers.parts(whole.address, own.nbytes, self._size)
-        return self._dispatcher.by_calls(
-            operation,
-            lambda: [self._communicator.Iallgather(given, places)],
-            call.async_op,
-            staged.last_step,
-            (source, target),
-            whole.nbytes,
-        )
-
-    def _gather(self, call: Call) -> Work:
-        sent: list[torch.Tensor | None] = [None] * self._size
-        sent[call.root] = dense(call.input)
-        return self._dispatcher.move(self._operation(call), sent, call.outputs or None, call.async_op)
-
-    def _scatter(self, call: Call) -> Work:
-        sent = [dense(part) for part in call.inputs] or None
-        outputs: list[torch.Tensor | None] = [None] * self._size
-        outputs[call.root] = call.output
-        return self._dispatcher.move(self._operation(call), sent, outputs, call.async_op)
-
-    def _reduce_scatter(self, call: Call) -> Work:
-        sources = [dense(part).cpu() for part in call.inputs]
-        return self._reduce_parts(call, sources, [part_of(part) for part in sources])
-
-    def _reduce_scatter_tensor(self, call: Call) -> Work:
-        source = dense(call.input).cpu()
-        return self._reduce_parts(call, [source], equal_parts(source, self._size))
-
-    def _reduce_parts(self, call: Call, sources: list[torch.Tensor], parts: list[Part]) -> Work:
-        operation = self._operation(call)
-        staged = dense_outputs(call.outputs, on_host=True)
-        target = staged.stand_ins[0]
-        arithmetic = arithmetic_of(call.output.dtype, call.op, self._size)
-        keep = [*sources, target]
-        return self._dispatcher.reduce(
-            operation, parts, target.data_ptr(), arithmetic, call.async_op, staged.last_step, keep
-        )
-
-    def _all_to_all(self, call: Call) -> Work:
-        sent = [dense(part) for part in call.inputs]
-        return self._dispatcher.move(self._operation(call), sent, call.outputs, call.async_op)
-
-    def _all_to_all_single(self, call: Call) -> Work:
-        operation = self._operation(call)
-        staged = dense_outputs(call.outputs)
-        source, target = dense(call.input), staged.stand_ins[0]
-        sent = split_parts(source, call.input_splits or ())
-        received = split_parts(target, call.output_splits or ())
-        if target.is_cuda:
-            copy_own(target, received[self._rank], source, sent[self._rank])
-            sent[self._rank] = received[self._rank]
-        return self._dispatcher.move_parts(
-            operation, sent, received, call.async_op, staged.last_step, (source, target)
-        )
-
-    def _barrier(self, call: Call) -> Work:
-        operation = self._operation(call)
-        earlier = [work for work in self._engine.earlier() if not work.point_to_point]
-        after_these = Until(lambda: all(work.done for work in earlier))
-        return self._dispatcher.by_core(operation, call.async_op, then=after_these, opcode=BARRIER.opcode)
+    def _parts(
+        self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None
+    ) -> list[Part]:
+        """Returns each rank's part of an operand that has parts."""
+        if operand is Operand.EACH:
+            return [part_of(tensor) for tensor in tensors]
+        if operand is Operand.PARTS:
+            tensor = tensors[0]
+            return equal_parts(tensor, self._size) if splits is None else split_parts(tensor, splits)
+        return []
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
+    def fast_message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Moves a dense tensor to or from a rank, synchronously."""
+        engine = self._engine
+        if (
+            async_op
+            or profiler._is_profiler_enabled
+            or engine.cause is not None
+            or engine.ended
+            or not self._library.concurrent
+            or type(peer) is not int
+            or type(tag) is not int
+            or not (0 <= peer < self._size and 0 <= tag < self._tags.own)
+        ):
+            return None
+        try:
+            done = self._core.fast_message(sends, tensor, peer, tag)
+            if done is False:
+                return None
+            if done is not True:
+                engine.carry_on(done)
+        except BaseException:
+            engine.watch()  # as above
+            raise
+        return COMPLETED
+
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         operation = self._operations("send", [], self._timeout, f"to rank {dst}, tag {tag}", shown=[tensor])
-        self._engine.check_usable(operation)
-        data = dense(tensor)
-        message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
-        return self._dispatcher.by_calls(
-            operation,
-            lambda: [self._communicator.Isend(message, dst, own_tag)],
-            True,
-            None,
-            (data,),
-            point_to_point=True,
-        )
+        return self._message(operation, dense(tensor), dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
         operation = self._operations("recv", [tensor], self._timeout, f"from {peer}, tag {tag}")
-        self._engine.check_usable(operation)
         staged = dense_outputs([tensor])
-        data, status = staged.stand_ins[0], self._mpi.Status()
-        place, own_tag = part_of(data), self._tags.of(tag)
-        message, source = self._buffers(*place), self._mpi.ANY_SOURCE if src is None else src
+        source = self._mpi.ANY_SOURCE if src is None else src
+        return self._message(operation, staged.stand_ins[0], source, tag, staged.last_step)
 
-        def check() -> None:
-            check_length(self.where(), operation, int(status.Get_elements(self._mpi.BYTE)), place.nbytes)
-            if staged.last_step is not None:
-                staged.last_step()
-
-        return self._dispatcher.by_calls(
+    def _message(
+        self,
+        operation: Operation,
+        data: torch.Tensor,
+        peer: int,
+        tag: int,
+        after: Callable[[], None] | None = None,
+    ) -> Work:
+        self._engine.check_usable(operation)  # before the store is asked for the tag
+        mpi, nbytes, own_tag = self._mpi, byte_count(data), self._tags.of(tag)
+        count, kind = (nbytes, mpi.BYTE) if nbytes <= _MOST else (1, _type_of(mpi, nbytes))
+        synchronize_streams([data])
+        return self._engine.issue(
             operation,
-            lambda: [self._communicator.Irecv(message, source, own_tag)],
+            lambda: self._core.issue_message(
+                operation.name == "send", data.data_ptr(), count, kind.handle, peer, own_tag
+            ),
             True,
-            check,
-            (data,),
-            status=status,
-            point_to_point=True,
+            [data],
+            on_device(operation.outputs, after),
+            nbytes,
         )
-
-    # ---- issue ---------------------------------------------------------------------------------------------
-
-    def _operation(self, call: Call) -> Operation:
-        return self._operations.of(call, self._timeout)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

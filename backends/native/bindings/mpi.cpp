@@ -1,4 +1,4 @@
-// Short collectives and messages of the mpi backend, without the GIL. Addresses are numbers, and the callers
+// Collectives and messages of the mpi backend, without the GIL. Addresses are numbers, and the callers
 // keep the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -16,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -44,25 +45,14 @@ constexpr int kTestsWithLock = 50;
 // whoever watches time limits and other ranks.
 constexpr auto kPatience = std::chrono::milliseconds(2);
 
-struct Limits {
-  std::size_t at_once;  // as `MpiCollective` takes it
-  std::size_t whole;    // largest whole that every rank sends as it is to all others
-  int most_ranks;       // that do so
-  std::size_t chunk;    // largest whole of the ranks' parts of a reduction that is not cut further
-  std::size_t local;    // bytes that one call has on this rank
-};
+// The most bytes of the tensors of one call on this rank that the fast path takes.
+constexpr std::size_t kFastBytes = 8 << 20;
 
 std::vector<Part> parts_from(const ByteParts& given) {
   std::vector<Part> parts;
   parts.reserve(given.size());
   for (const auto& [pointer, bytes] : given) parts.push_back({pointer_from(pointer), bytes});
   return parts;
-}
-
-std::size_t longest(const std::vector<Part>& parts) {
-  std::size_t most = 0;
-  for (const Part& part : parts) most = std::max(most, part.bytes);
-  return most;
 }
 
 // The flight record of a group, whose threads write one after the other: by the GIL, or without one by a
@@ -84,14 +74,19 @@ struct RecordedInFlight {
 // An operation in flight, with MPI's error code, for Python.
 struct InFlight {
   std::unique_ptr<MpiOperation> progress;
-  long number;      // of the operation, 0 where the caller counts
+  MpiMessage* const message;  // what it is, unless it is a collective
+  long number;                // of the operation, 0 where the caller counts
   nb::object call;  // the tensors of a fast call, and what else Python needs to carry it on; null elsewhere
   std::optional<RecordedInFlight> recorded;
   bool started = false;
   int error = kMpiSuccess;
 
-  InFlight(std::unique_ptr<MpiOperation> what, long of, nb::object how = {})
-      : progress(std::move(what)), number(of), call(std::move(how)) {}
+  explicit InFlight(std::unique_ptr<MpiCollective> what, long of = 0, nb::object how = {})
+      : progress(std::move(what)), message(nullptr), number(of), call(std::move(how)) {}
+  explicit InFlight(std::unique_ptr<MpiMessage> what, long of = 0, nb::object how = {})
+      : message(what.get()), number(of), call(std::move(how)) {
+    progress = std::move(what);
+  }
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
 
@@ -125,27 +120,21 @@ struct InFlight {
   }
 };
 
-class MpiFastPath {
+class MpiGroup {
  public:
-  MpiFastPath(const MpiLibrary& library, std::uintptr_t communicator, std::uintptr_t messages, int rank,
-              int size, int largest_tag, nb::object operations, nb::object message_numbers,
-              nb::object exchanges, const Limits& limits, int spins, std::shared_ptr<OperationRecord> record,
-              Nanoseconds timeout, nb::list unfinished)
-      : library_(library),
-        communicator_(communicator),
-        messages_(messages),
-        rank_(rank),
-        size_(size),
-        tags_(largest_tag / 2),
+  MpiGroup(const MpiCommunicator& collectives, std::uintptr_t messages, int largest_tag,
+           nb::object operations, nb::object message_numbers, int spins,
+           std::shared_ptr<OperationRecord> record, Nanoseconds timeout, nb::list unfinished)
+      : collectives_(collectives),
+        messages_{collectives.library, messages, collectives.rank, collectives.size},
+        tags_(static_cast<unsigned>(largest_tag) / 2),
         operations_(std::move(operations)),
         message_numbers_(std::move(message_numbers)),
-        exchanges_(std::move(exchanges)),
-        limits_(limits),
         spins_(spins),
         record_(std::make_shared<SerialRecord>(std::move(record))),
         timeout_(timeout),
         unfinished_(std::move(unfinished)) {
-    make_messages(library, communicator);  // throws where the library is of no use
+    static_cast<void>(collectives.messages());  // throws where the library is of no use
   }
 
   // The time limit of operations, for the flight record.
@@ -156,15 +145,16 @@ class MpiFastPath {
   // caller has it.
   nb::object fast_collective(std::uint8_t opcode, nb::handle output, nb::handle input, std::uint8_t op,
                              nb::handle root, bool listed) {
-    std::optional<FastRequest> fast = fast_request(rank_, size_, opcode, output, input, op, root, listed);
-    if (!fast || !takes(fast->request, fast->bytes, listed)) return nb::bool_(false);
+    std::optional<FastRequest> fast =
+        fast_request(collectives_.rank, collectives_.size, opcode, output, input, op, root, listed);
+    if (!fast || fast->bytes > kFastBytes) return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
     Task::note_issue();
     const long number = next_number(operations_);
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());
-    auto in_flight =
-        make_in_flight(std::move(fast->request), number, nb::make_tuple(opcode, listed, output, input));
+    auto in_flight = std::make_shared<InFlight>(collective(std::move(fast->request)), number,
+                                                nb::make_tuple(opcode, listed, output, input));
     begin(*in_flight, record_->record->collectives, listed ? begun : single_form(begun), bytes);
     return answer(std::move(in_flight));
   }
@@ -175,10 +165,9 @@ class MpiFastPath {
     const std::optional<TensorView> view = dense_view(tensor);
     if (!view) return nb::bool_(false);
     const std::size_t bytes = view->count * size_of(view->dtype);
-    if (bytes > limits_.local) return nb::bool_(false);
-    auto message =
-        std::make_unique<MpiMessage>(make_messages(library_, messages_), sends, view->data, bytes, peer, tag);
-    const MpiMessage& sent = *message;
+    if (bytes > kFastBytes) return nb::bool_(false);
+    auto message = std::make_unique<MpiMessage>(messages_.messages(), sends, view->data,
+                                                static_cast<int>(bytes), messages_.library.byte, peer, tag);
     const long number = next_number(message_numbers_);
     auto in_flight =
         std::make_shared<InFlight>(std::move(message), number, nb::make_tuple(sends, tensor, peer, tag));
@@ -186,6 +175,7 @@ class MpiFastPath {
         .peer = peer, .tag = static_cast<std::uint32_t>(tag), .dtype = view->dtype, .bytes = bytes};
     begin(*in_flight, record_->record->messages,
           record_of(sends, envelope, static_cast<std::uint64_t>(number), timeout(), now_ns()), bytes);
+    const MpiMessage& sent = *in_flight->message;
     if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes)
       return unfinished(std::move(in_flight));
     return answer(std::move(in_flight));
@@ -204,58 +194,17 @@ class MpiFastPath {
     request.count = count;
     request.outputs = parts_from(outputs);
     request.inputs = parts_from(inputs);
-    auto in_flight = make_in_flight(std::move(request), 0);
-    const ReleasedLock released;
-    in_flight->start();
-    return in_flight;
+    return start(std::make_shared<InFlight>(collective(std::move(request))));
   }
 
-  // Whether such an operation goes over the wire as here; equal on all ranks. `bytes` is the whole tensor,
-  // all ranks' parts of it together.
-  bool serves(std::uint8_t opcode, std::size_t bytes, std::size_t item) const {
-    const auto ranks = static_cast<std::size_t>(size_);
-    switch (static_cast<Opcode>(opcode)) {
-      case Opcode::barrier:
-        return true;
-      case Opcode::broadcast:
-      case Opcode::all_gather:
-        return size_ <= limits_.most_ranks && bytes <= limits_.whole;
-      case Opcode::all_reduce:
-      case Opcode::reduce:
-        if (bytes == 0) return false;
-        if (bytes * ranks <= limits_.at_once) return size_ <= limits_.most_ranks;
-        return fits_chunk((bytes / item + ranks - 1) / ranks * item, item);
-      default:
-        return false;
-    }
+  std::shared_ptr<InFlight> issue_message(bool sends, std::uintptr_t data, int count, std::uintptr_t type,
+                                          int peer, int tag) {
+    return start(std::make_shared<InFlight>(std::make_unique<MpiMessage>(
+        messages_.messages(), sends, pointer_from(data), count, type, peer, tag)));
   }
 
  private:
   Nanoseconds timeout() const noexcept { return timeout_.load(std::memory_order_relaxed); }
-
-  bool fits_chunk(std::size_t part, std::size_t item) const {
-    const auto ranks = static_cast<std::size_t>(size_);
-    return part <= std::max<std::size_t>(1, limits_.chunk / (ranks * item)) * item;
-  }
-
-  bool takes(const Request& request, std::size_t local, bool listed) const {
-    const std::size_t item = size_of(request.reduction.dtype);
-    const std::size_t bytes = request.count * item;
-    if (local > limits_.local) return false;
-    switch (request.opcode) {
-      case Opcode::all_gather:
-        return listed ||
-               serves(static_cast<std::uint8_t>(request.opcode), bytes * request.outputs.size(), item);
-      case Opcode::reduce_scatter:
-        return fits_chunk(longest(request.inputs), item);
-      case Opcode::gather:
-      case Opcode::scatter:
-      case Opcode::all_to_all:
-        return true;
-      default:
-        return serves(static_cast<std::uint8_t>(request.opcode), bytes, item);
-    }
-  }
 
   static long next_number(const nb::object& counter) {
     const nb::object number = nb::steal(PyIter_Next(counter.ptr()));
@@ -263,11 +212,15 @@ class MpiFastPath {
     return PyLong_AsLong(number.ptr());
   }
 
-  std::shared_ptr<InFlight> make_in_flight(Request request, long number, nb::object call = {}) {
-    const auto tag = static_cast<int>(next_number(exchanges_) % tags_ * 2);
-    auto collective = std::make_unique<MpiCollective>(make_messages(library_, communicator_), scratch_, rank_,
-                                                      size_, std::move(request), tag, limits_.at_once);
-    return std::make_shared<InFlight>(std::move(collective), number, std::move(call));
+  std::unique_ptr<MpiCollective> collective(Request request) {
+    const auto tag = static_cast<int>(exchanges_.fetch_add(1, std::memory_order_relaxed) % tags_ * 2);
+    return std::make_unique<MpiCollective>(collectives_, scratch_, std::move(request), tag);
+  }
+
+  static std::shared_ptr<InFlight> start(std::shared_ptr<InFlight> in_flight) {
+    const ReleasedLock released;
+    in_flight->start();
+    return in_flight;
   }
 
   nb::object answer(std::shared_ptr<InFlight> in_flight) {
@@ -313,16 +266,12 @@ class MpiFastPath {
     } while (Clock::now() < until);
   }
 
-  const MpiLibrary library_;
-  const std::uintptr_t communicator_;
-  const std::uintptr_t messages_;
-  const int rank_;
-  const int size_;
-  const int tags_;
+  const MpiCommunicator collectives_;
+  const MpiCommunicator messages_;
+  const unsigned tags_;
   const nb::object operations_;
   const nb::object message_numbers_;
-  const nb::object exchanges_;
-  const Limits limits_;
+  std::atomic<unsigned> exchanges_{0};  // relaxed: ranks issue in one order
   const int spins_;
   const std::shared_ptr<SerialRecord> record_;
   std::atomic<Nanoseconds> timeout_;  // relaxed: orders nothing
@@ -339,53 +288,51 @@ void bind_mpi(nb::module_& module) {
              const ReleasedLock released;
              return in_flight.completed();
            })
-      .def_prop_ro("moved",
+      .def("cancel", [](InFlight& in_flight) { return in_flight.message->cancel(); })
+      .def_prop_ro("status",
                    [](const InFlight& in_flight) {
-                     const auto* message = dynamic_cast<const MpiMessage*>(in_flight.progress.get());
-                     return message == nullptr ? 0 : message->moved();
+                     const std::string_view status = in_flight.message->status();
+                     return nb::bytes(status.data(), status.size());
                    })
-      .def_prop_ro("is_message",
-                   [](const InFlight& in_flight) {
-                     return dynamic_cast<const MpiMessage*>(in_flight.progress.get()) != nullptr;
-                   })
+      .def_prop_ro("is_message", [](const InFlight& in_flight) { return in_flight.message != nullptr; })
       .def_ro("call", &InFlight::call)
       .def("end", &InFlight::end, nb::arg("error"))
       .def_ro("number", &InFlight::number)
       .def_ro("error", &InFlight::error);
-  nb::class_<MpiFastPath>(module, "MpiFastPath")
+  nb::class_<MpiGroup>(module, "MpiGroup")
       .def(
           "__init__",
-          [](MpiFastPath* self,
-             std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>
+          [](MpiGroup* self,
+             std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t,
+                        std::uintptr_t>
                  functions,
-             std::tuple<std::size_t, std::size_t> bytes, std::uintptr_t communicator, std::uintptr_t messages,
-             std::uintptr_t byte, int rank, int size, int largest_tag, nb::object operations,
-             nb::object message_numbers, nb::object exchanges,
-             std::tuple<std::size_t, std::size_t, int, std::size_t, std::size_t> limits, int spins,
-             const SharedRecord& shared, Nanoseconds timeout, nb::list unfinished) {
-            const auto& [isend, irecv, test, testall, get_count] = functions;
+             std::tuple<std::size_t, std::size_t> bytes, std::uintptr_t byte, std::uintptr_t collectives,
+             std::uintptr_t messages, int rank, int size, int largest_tag, nb::object operations,
+             nb::object message_numbers, int spins, const SharedRecord& shared, Nanoseconds timeout,
+             nb::list unfinished) {
+            const auto& [isend, irecv, test, testall, get_count, cancel] = functions;
             const auto& [handle_bytes, status_bytes] = bytes;
-            const auto& [at_once, whole, most_ranks, chunk, local] = limits;
-            new (self) MpiFastPath({isend, irecv, test, testall, get_count, handle_bytes, status_bytes, byte},
-                                   communicator, messages, rank, size, largest_tag, std::move(operations),
-                                   std::move(message_numbers), std::move(exchanges),
-                                   {at_once, whole, most_ranks, chunk, local}, spins, shared.record, timeout,
-                                   std::move(unfinished));
+            const MpiLibrary library{isend,  irecv,        test,         testall, get_count,
+                                     cancel, handle_bytes, status_bytes, byte};
+            new (self)
+                MpiGroup({library, collectives, rank, size}, messages, largest_tag, std::move(operations),
+                         std::move(message_numbers), spins, shared.record, timeout, std::move(unfinished));
           },
-          nb::arg("functions"), nb::arg("bytes"), nb::arg("communicator"), nb::arg("messages"),
-          nb::arg("byte"), nb::arg("rank"), nb::arg("size"), nb::arg("largest_tag"), nb::arg("operations"),
-          nb::arg("message_numbers"), nb::arg("exchanges"), nb::arg("limits"), nb::arg("spins"),
-          nb::arg("record"), nb::arg("timeout_ns"), nb::arg("unfinished"))
-      .def("set_timeout", &MpiFastPath::set_timeout, nb::arg("timeout_ns"))
-      .def("fast_collective", &MpiFastPath::fast_collective, nb::arg("opcode"),
+          nb::arg("functions"), nb::arg("bytes"), nb::arg("byte"), nb::arg("collectives"),
+          nb::arg("messages"), nb::arg("rank"), nb::arg("size"), nb::arg("largest_tag"),
+          nb::arg("operations"), nb::arg("message_numbers"), nb::arg("spins"), nb::arg("record"),
+          nb::arg("timeout_ns"), nb::arg("unfinished"))
+      .def("set_timeout", &MpiGroup::set_timeout, nb::arg("timeout_ns"))
+      .def("fast_collective", &MpiGroup::fast_collective, nb::arg("opcode"),
            nb::arg("output").none() = nb::none(), nb::arg("input").none() = nb::none(),
            nb::arg("op_code") = 0, nb::arg("root") = 0, nb::arg("listed") = false)
-      .def("fast_message", &MpiFastPath::fast_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
+      .def("fast_message", &MpiGroup::fast_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
            nb::arg("tag"))
-      .def("issue", &MpiFastPath::issue, nb::arg("opcode"), nb::arg("data_ptr") = 0, nb::arg("input_ptr") = 0,
-           nb::arg("count") = 0, nb::arg("dtype_code") = 0, nb::arg("op_code") = 0, nb::arg("factor") = 1.0,
-           nb::arg("root") = 0, nb::arg("outputs") = ByteParts{}, nb::arg("inputs") = ByteParts{})
-      .def("serves", &MpiFastPath::serves, nb::arg("opcode"), nb::arg("nbytes"), nb::arg("itemsize"));
+      .def("issue", &MpiGroup::issue, nb::arg("opcode"), nb::arg("data_ptr"), nb::arg("input_ptr"),
+           nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
+           nb::arg("outputs"), nb::arg("inputs"))
+      .def("issue_message", &MpiGroup::issue_message, nb::arg("sends"), nb::arg("data_ptr"), nb::arg("count"),
+           nb::arg("type"), nb::arg("peer"), nb::arg("tag"));
 }
 
 }  // namespace collectives

@@ -23,20 +23,21 @@ class Messages final : public MpiMessages {
         test_(reinterpret_cast<Test>(library.test)),
         testall_(reinterpret_cast<Testall>(library.testall)),
         get_count_(reinterpret_cast<GetCount>(library.get_count)),
+        cancel_(reinterpret_cast<Cancel>(library.cancel)),
         byte_(handle_of<Handle>(library.byte)),
         communicator_(handle_of<Handle>(communicator)),
-        status_words_((library.status_bytes + sizeof(std::uint64_t) - 1) / sizeof(std::uint64_t)) {}
+        status_bytes_(library.status_bytes) {}
 
-  int send(const std::byte* data, std::size_t bytes, int peer, int tag) override {
+  int send(const std::byte* data, int count, std::uintptr_t type, int peer, int tag) override {
     Handle request{};
-    const int code = isend_(data, static_cast<int>(bytes), byte_, peer, tag, communicator_, &request);
+    const int code = isend_(data, count, handle_of<Handle>(type), peer, tag, communicator_, &request);
     if (code == kMpiSuccess) requests_.push_back(request);
     return code;
   }
 
-  int receive(std::byte* data, std::size_t bytes, int peer, int tag) override {
+  int receive(std::byte* data, int count, std::uintptr_t type, int peer, int tag) override {
     Handle request{};
-    const int code = irecv_(data, static_cast<int>(bytes), byte_, peer, tag, communicator_, &request);
+    const int code = irecv_(data, count, handle_of<Handle>(type), peer, tag, communicator_, &request);
     if (code == kMpiSuccess) requests_.push_back(request);
     return code;
   }
@@ -44,7 +45,8 @@ class Messages final : public MpiMessages {
   int test(bool& done) override {
     done = true;
     if (requests_.empty()) return kMpiSuccess;
-    statuses_.resize(requests_.size() * status_words_);
+    constexpr std::size_t kWord = sizeof(std::uint64_t);
+    statuses_.resize((requests_.size() * status_bytes_ + kWord - 1) / kWord);
     int all = 0;
     const int code = requests_.size() == 1 ? test_(requests_.data(), &all, statuses_.data())
                                            : testall_(static_cast<int>(requests_.size()), requests_.data(),
@@ -56,21 +58,35 @@ class Messages final : public MpiMessages {
 
   int received(int& bytes) override { return get_count_(statuses_.data(), byte_, &bytes); }
 
+  std::string_view status() const override {
+    return {reinterpret_cast<const char*>(statuses_.data()), status_bytes_};
+  }
+
+  int cancel() override {
+    int code = kMpiSuccess;
+    for (Handle& request : requests_) {
+      if (const int found = cancel_(&request)) code = found;
+    }
+    return code;
+  }
+
  private:
   using Isend = int (*)(const void*, int, Handle, int, int, Handle, Handle*);
   using Irecv = int (*)(void*, int, Handle, int, int, Handle, Handle*);
   using Test = int (*)(Handle*, int*, void*);
   using Testall = int (*)(int, Handle*, int*, void*);
   using GetCount = int (*)(const void*, Handle, int*);
+  using Cancel = int (*)(Handle*);
 
   const Isend isend_;
   const Irecv irecv_;
   const Test test_;
   const Testall testall_;
   const GetCount get_count_;
+  const Cancel cancel_;
   const Handle byte_;
   const Handle communicator_;
-  const std::size_t status_words_;
+  const std::size_t status_bytes_;
   std::vector<Handle> requests_;
   std::vector<std::uint64_t> statuses_;
 };

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 namespace collectives {
@@ -18,6 +19,7 @@ struct MpiLibrary {
   std::uintptr_t test;
   std::uintptr_t testall;
   std::uintptr_t get_count;
+  std::uintptr_t cancel;
   std::size_t handle_bytes;
   std::size_t status_bytes;
   std::uintptr_t byte;  // the data type
@@ -30,13 +32,17 @@ inline constexpr int kMpiSuccess = 0;  // by the standard
 class MpiMessages {
  public:
   virtual ~MpiMessages() = default;
-  virtual int send(const std::byte* data, std::size_t bytes, int peer, int tag) = 0;
-  virtual int receive(std::byte* data, std::size_t bytes, int peer, int tag) = 0;
+  virtual int send(const std::byte* data, int count, std::uintptr_t type, int peer, int tag) = 0;
+  virtual int receive(std::byte* data, int count, std::uintptr_t type, int peer, int tag) = 0;
   // Tests all; `done` says whether they are through, and there are none then. Where there is one, the code
   // tells what is wrong with it, else only that something is.
   virtual int test(bool& done) = 0;
   // Bytes of the one message that was received, after it is through.
   virtual int received(int& bytes) = 0;
+  // MPI's status of that message.
+  virtual std::string_view status() const = 0;
+  // Asks MPI to take back those under way.
+  virtual int cancel() = 0;
 };
 
 // Throws std::invalid_argument where no MPI has handles of this length.

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -143,27 +142,6 @@ def test_small_all_reduces(mpi: Teams) -> None:
     mpi.run(small_ones, 3, backend=None)
 
 
-def small_ones_on_many(rank: int, size: int) -> None:
-    """Where there are more ranks than exchange small tensors by address, MPI gathers them before the sum."""
-    most = "MOST_RANKS"
-    with (
-        mock.patch(f"collectives.backends.mpi.group.{most}", 1),
-        mock.patch(f"collectives.backends.mpi.native_exchange.{most}", 1),
-    ):
-        dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
-        for dtype in (torch.float32, torch.bfloat16, torch.int16):
-            whole = torch.full((5, 2), rank + 1).to(dtype)
-            dist.all_reduce(whole[:, 0])
-            assert whole.tolist() == [[size * (size + 1) / 2, rank + 1]] * 5
-            dist.reduce(whole, 1, dist.ReduceOp.MAX)
-            assert whole[0].tolist() == [size * (size + 1) / 2, size if rank == 1 else rank + 1]
-        dist.destroy_process_group()
-
-
-def test_small_reductions_on_many_ranks(mpi: Teams) -> None:
-    mpi.run(small_ones_on_many, 3, backend=None)
-
-
 def gapped(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same values in memory with gaps."""
     return torch.stack([tensor, torch.full_like(tensor, -7)], -1)[..., 0]
@@ -188,7 +166,7 @@ def every_way(rank: int, size: int) -> None:
         assert tensor.unique().tolist() == [value], (turn, tensor)
 
     # Among them sizes on both sides of each threshold.
-    for count in (1, 300, 5_000, 6_000, 21_000, 80_000, 600_000):
+    for count in (1, 300, 5_000, 6_000, 21_000, 80_000, 1_700_000):
         for root in range(size):
             full, last = torch.full((count,), rank + 1.0), torch.full((size, count), rank + 1.0)
             (x,) = make(full.clone())
@@ -292,8 +270,6 @@ def large_counts(rank: int, size: int) -> None:
 
 @pytest.mark.full
 def test_counts_beyond_those_of_an_int(mpi: Teams) -> None:
-    if mpi.installation.name == "intelmpi":
-        pytest.skip("MPI_Ibcast of Intel MPI 2021.18 fails there by itself; the page of limits says so")
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     gigabytes = int(lines["MemAvailable"].split()[0]) / 2**20
     if gigabytes < 12:

@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives._native as _native
 import collectives.backends.mpi as product
 from collectives import ProcessGroup
-from collectives.backends.mpi import cuda
-from collectives.backends.mpi.dispatch import FastPath
+from collectives.backends.mpi import ProcessGroupMPI, cuda
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.core import operations
 from collectives.core.arguments import staging
 from collectives.core.operations import OPERATIONS, Call, Operation
@@ -167,54 +165,35 @@ def _written(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _issued(original: Callable[..., Any]) -> Callable[..., Any]:
-    def issue(self: Engine, operation: Any, make: Any, asynchronous: bool) -> Any:
-        def checked() -> Any:
-            work = make()
-            used = {memory_of(tensor)[0] for tensor in tensors_in(work.keep)}
-            assert _thread.outstanding.isdisjoint(used), f"{operation}: MPI may find what is not there yet"
-            return work
-
-        return original(self, operation, checked, asynchronous)
+    def issue(self: Engine, operation: Any, begin: Any, asynchronous: bool, keep: Any, *about: Any) -> Any:
+        used = {memory_of(tensor)[0] for tensor in keep}
+        assert _thread.outstanding.isdisjoint(used), f"{operation}: MPI may find what is not there yet"
+        return original(self, operation, begin, asynchronous, keep, *about)
 
     return issue
 
 
-def _refuse_device(what: str, parts: Iterable[tuple[int, int]]) -> None:
-    for address, nbytes in parts:
-        assert not _touches_device(address, nbytes), f"{what} on the host touches the device's memory"
-
-
-def _copied(original: Callable[..., None]) -> Callable[..., None]:
-    def copy(to: int, source: int, nbytes: int) -> None:
-        _refuse_device("a copy", [(to, nbytes), (source, nbytes)])
-        original(to, source, nbytes)
-
-    return copy
-
-
-def _reduced(original: Callable[..., None]) -> Callable[..., None]:
-    def reduce(to: int, sources: list[int], *about: Any) -> None:
-        _refuse_device("a reduction", [(address, 1) for address in (to, *sources)])
-        original(to, sources, *about)
-
-    return reduce
-
-
 def _carried_out(original: Callable[..., Any]) -> Callable[..., Any]:
-    def steps(self: NativeExchange, **what: Any) -> Any:
-        if what["opcode"] in _REDUCES:
-            _refuse_device("a reduction", [(what["data_ptr"], 1)])
-        elif "input_ptr" in what and _touches_device(what["input_ptr"], what["count"]):
-            assert (what["input_ptr"], what["count"]) in what["outputs"], "the core would copy the own part"
-        return original(self, **what)
+    """The core reduces, and copies the own part, in the host's memory."""
 
-    return steps
+    def issue(
+        self: Any, opcode: int, data: int, given: int, count: int, dtype: int, op: int, factor: float,
+        root: int, outputs: list[tuple[int, int]], inputs: list[tuple[int, int]],
+    ) -> Any:  # fmt: skip
+        written = {data} - {0} or {address for address, nbytes in outputs if nbytes}
+        read = {given} - {0} or {address for address, nbytes in inputs if nbytes}
+        if any(_touches_device(address, 1) for address in (*written, *read)):
+            assert opcode not in _REDUCES, "a reduction on the host touches the device's memory"
+            assert not written or not read or written & read, "the core would copy the own part"
+        return original(self, opcode, data, given, count, dtype, op, factor, root, outputs, inputs)
+
+    return issue
 
 
 def _for_host_only(original: Callable[..., Any], first: int) -> Callable[..., Any]:
     """The core takes no CUDA tensor the fast way."""
 
-    def call(self: FastPath, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ProcessGroupMPI, *args: Any, **kwargs: Any) -> Any:
         if any(map(_is_of_device, tensors_in((args[first:], kwargs)))):
             return None
         return original(self, *args, **kwargs)
@@ -231,11 +210,9 @@ def cuda_aware() -> Iterator[None]:
             (torch.cuda, "device", _writing_back),
             (staging, "write", _written(staging.write)),
             (Engine, "issue", _issued(Engine.issue)),
-            (_native, "copy", _copied(_native.copy)),
-            (_native, "reduce", _reduced(_native.reduce)),
-            (NativeExchange, "steps", _carried_out(NativeExchange.steps)),
-            (FastPath, "collective", _for_host_only(FastPath.collective, 1)),
-            (FastPath, "message", _for_host_only(FastPath.message, 1)),
+            (_native.MpiGroup, "issue", _carried_out(_native.MpiGroup.issue)),
+            (ProcessGroupMPI, "fast_collective", _for_host_only(ProcessGroupMPI.fast_collective, 1)),
+            (ProcessGroupMPI, "fast_message", _for_host_only(ProcessGroupMPI.fast_message, 1)),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         stack.enter_context(mock.patch.dict(os.environ, {cuda.VARIABLE: "1"}))
