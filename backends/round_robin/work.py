@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.core.work import CoalescedWork, Work, chain, fail
+from collectives.core.work import CoalescedWork, Work, WrappedWork, chain, fail
 from collectives.errors import CollectiveMismatchError, DistError
 from collectives.time_limits import seconds_to_wait
 
@@ -39,7 +39,7 @@ def name_lane(error: DistError, lane: int, composition: str) -> None:
         error.args = (f"{rank}lane {lane} of {composition}: {text}", *error.args[1:])
 
 
-class LaneWork(Work):
+class LaneWork(WrappedWork):
     """The Work of a lane, whose error the composition handles.
 
     Args:
@@ -47,10 +47,10 @@ class LaneWork(Work):
         failed: called with its error, wherever that is seen first; may be called again with it.
     """
 
-    __slots__ = ("_failed", "_future", "_inner")
+    __slots__ = ("_failed", "_future")
 
     def __init__(self, inner: Work, failed: Failed) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._failed = failed
         self._future: Future[list[torch.Tensor]] | None = None
 
@@ -64,31 +64,12 @@ class LaneWork(Work):
                 self._failed(error)
             raise
 
-    def is_completed(self) -> bool:
-        """Returns whether the operation is done or failed."""
-        return self._inner.is_completed()
-
     def exception(self) -> BaseException | None:
         """Returns the error of the operation."""
         error = self._inner.exception()
         if isinstance(error, DistError):
             self._failed(error)
         return error
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the outputs."""
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        """Returns the sender of a receive."""
-        return self._inner.source_rank()
-
-    def block_current_stream(self) -> None:
-        """Makes the current CUDA stream wait for the operation."""
-        self._inner.block_current_stream()
-
-    def _rest(self) -> None:
-        self._inner._rest()
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the outputs."""

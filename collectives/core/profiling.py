@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.core.work import CompletedWork, Work
+from collectives.core.work import CompletedWork, Work, WrappedWork
 from collectives.threads import start_thread
 
 __all__ = ["enabled", "flat", "observed", "possible", "record_comm"]
@@ -235,8 +235,10 @@ def _close() -> None:
     _events.close()
 
 
-class _ObservedWork(Work):
+class _ObservedWork(WrappedWork):
     """An operation whose event has ended when its Work says that the operation is done.
+
+    The event ends before callbacks of the future's users run.
 
     Args:
         inner: the operation.
@@ -244,46 +246,19 @@ class _ObservedWork(Work):
     """
 
     def __init__(self, inner: Work, event: _Event) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._event = event
-
-    def _end_if_done(self) -> bool:
-        done = self._inner.is_completed()
-        if done:
-            self._event.end()
-        return done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the operation and for the end of its event."""
         try:
             return self._inner.wait(timeout)
         finally:
-            self._end_if_done()
+            self.is_completed()
 
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed."""
-        return self._end_if_done()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of the operation."""
-        return self._inner.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        """Returns the sender of a receive."""
-        return self._inner.source_rank()
-
-    def synchronize(self) -> None:
-        """Waits for the operation and for the end of its event."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Makes the current CUDA stream wait for the operation."""
-        self._inner.block_current_stream()
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns the future of the operation; the event ends before callbacks of its users run."""
-        return self._inner.get_future()
+        done = self._inner.is_completed()
+        if done:
+            self._event.end()
+        return done

@@ -32,6 +32,7 @@ __all__ = [
     "Sync",
     "Work",
     "WorkResult",
+    "WrappedWork",
     "chain",
     "fail",
     "finish",
@@ -340,6 +341,50 @@ class CompletedWork(Work):
 
 COMPLETED = CompletedWork()
 """The Work of every synchronous operation that took the fast path; it knows no outputs."""
+
+
+class WrappedWork(Work):
+    """An operation that another Work carries out; derived classes look on.
+
+    Args:
+        inner: that Work.
+    """
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Work) -> None:
+        self._inner = inner
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the operation."""
+        return self._inner.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed."""
+        return self._inner.is_completed()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of the operation."""
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        return self._inner.source_rank()
+
+    def block_current_stream(self) -> None:
+        """Makes the current CUDA stream wait for the operation."""
+        self._inner.block_current_stream()
+
+    def _rest(self) -> None:
+        self._inner._rest()
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns the future of the operation."""
+        return self._inner.get_future()
 
 
 class CoalescedWork(Work):
