@@ -16,6 +16,7 @@ from collectives.core.recording.flight_record import FlightRecord, RecordedOpera
 __all__ = ["Operation", "Operations"]
 
 
+_MESSAGES = frozenset({"send", "recv"})
 _NEEDS_ALL = ("all_", "barrier", "reduce_scatter")
 
 
@@ -100,6 +101,11 @@ class Operation:
         return {"operation": self.name, "sequence": self.number}
 
     @property
+    def is_message(self) -> bool:
+        """Whether it is a message of the user's, and not a collective."""
+        return self.name in _MESSAGES
+
+    @property
     def needs_all(self) -> bool:
         """Whether no rank leaves it before all have come."""
         return self.name.startswith(_NEEDS_ALL)
@@ -151,5 +157,5 @@ class Operations:
         Args besides those:
             shown: the tensors that messages describe, where they are not the outputs.
         """
-        number = next(self.messages if name in {"send", "recv"} else self.collectives)
+        number = next(self.messages if name in _MESSAGES else self.collectives)
         return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.distributed as torch_distributed
 from collectives import ProcessGroup
 from collectives.backends._shared.exit_reasons import (
     aborted_by,
+    blamed,
     departure_of,
     limit_reason,
     refuse_broken,
@@ -25,31 +27,36 @@ from collectives.backends._shared.exit_reasons import (
 from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
-from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by, limit_passed
 from collectives.backends.gloo.messages import Messages
 from collectives.backends.gloo.options import gloo_options, option_names
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.backends.gloo.rendezvous import connect, delete_keys_of
 from collectives.backends.gloo.torch_group import (
+    TIMED_OUT,
     TorchGroup,
     all_gather_single,
     all_to_all_single,
     break_connections,
 )
-from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork, begin
+from collectives.backends.gloo.work import CollectiveGlooWork, begin
 from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.operations import (
     ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE_COALESCED,
     ALL_TO_ALL,
     ALL_TO_ALL_SINGLE,
     BARRIER,
+    BROADCAST,
+    GATHER,
     REDUCE_SCATTER,
+    SCATTER,
     Call,
 )
+from collectives.core.operations import Operation as CollectiveOperation
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import DistBackendError, DistError, GroupAbortedError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
@@ -60,10 +67,39 @@ _CAPABILITIES = Capabilities(devices=frozenset({"cpu", "cuda"}), reductions=REDU
 
 _is_cuda = operator.attrgetter("is_cuda")
 
-_PARTS_MAY_DIFFER = {
-    ALL_GATHER, ALL_REDUCE_COALESCED, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER, REDUCE_SCATTER
-}  # fmt: skip
+_MOVES: dict[CollectiveOperation, tuple[Any, Callable[..., Any]]] = {
+    BROADCAST: (c10d.BroadcastOptions, lambda inner, out, _, record: inner.broadcast(out, record)),
+    ALL_GATHER: (
+        c10d.AllgatherOptions,
+        lambda inner, out, given, record: inner.allgather([out], given, record),
+    ),
+    ALL_GATHER_INTO_TENSOR: (
+        c10d.AllgatherOptions,
+        lambda inner, out, given, record: all_gather_single(inner)(*out, *given, record),
+    ),
+    GATHER: (
+        c10d.GatherOptions,
+        lambda inner, out, given, record: inner.gather([out] if out else [], given, record),
+    ),
+    SCATTER: (
+        c10d.ScatterOptions,
+        lambda inner, out, given, record: inner.scatter(out, [given] if given else [], record),
+    ),
+    BARRIER: (c10d.BarrierOptions, lambda inner, _out, _given, record: inner.barrier(record)),
+}
+"""The collectives that only move bytes: torch's record of options, and how its group is called."""
+
+_PARTS_MAY_DIFFER = {ALL_REDUCE_COALESCED, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER, REDUCE_SCATTER}
 """Collectives of which a rank cannot tell by one tensor whether there is anything to move."""
+
+
+_DISCONNECTED = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
+)
+"""Matches Gloo's messages about a connection that broke."""
+
+_OWN_END = "Application timeout caused pair closure"
+"""Part of Gloo's message where this rank closed the connections, because a limit passed."""
 
 
 def unavailable() -> str | None:
@@ -171,12 +207,15 @@ class ProcessGroupGloo(ProcessGroup):
 
     def issue(self, call: Call) -> Work:
         """Issues a collective: one without elements is done at once, one of CUDA tensors on copies."""
-        if call.operation is not ALL_REDUCE_COALESCED and any(map(_is_cuda, (*call.outputs, *call.inputs))):
+        operation, outputs = call.operation, call.outputs
+        if operation is not ALL_REDUCE_COALESCED and any(map(_is_cuda, (*outputs, *call.inputs))):
             return self._issue_on_host(call)
-        if call.operation in _PARTS_MAY_DIFFER or call.tensor.numel():
-            return super().issue(call)
-        self._operation(call)
-        return CompletedWork(call.outputs)
+        if operation is ALL_GATHER and len({output.numel() for output in outputs}) > 1:
+            return self._all_gather_uneven(call)
+        if operation not in _PARTS_MAY_DIFFER and not call.tensor.numel():
+            self._operation(call)
+            return CompletedWork(outputs)
+        return self._move(call) if operation in _MOVES else super().issue(call)
 
     def _issue_on_host(self, call: Call) -> Work:
         staged = dense_outputs(call.outputs, on_host=True)
@@ -187,99 +226,59 @@ class ProcessGroupGloo(ProcessGroup):
         return FinishingWork(work, lambda: None, call.outputs, call.async_op)
 
     def _all_reduce(self, call: Call) -> Work:
-        tensor, operation = call.output, self._operation(call)
-        record: Any = c10d.AllreduceOptions()
-        made = reduction_for(tensor.dtype, call.op, self._size)
-        if not isinstance(made, WireConversion):
-            record.reduceOp = made
-            staged = dense_outputs([tensor])
-            given = staged.stand_ins
-            work = self._start(call, operation, record, lambda inner: inner.allreduce(given, record))
-            return staged.finish(work, call.async_op)
-        record.reduceOp = made.op
-        wire = made.to_wire(dense(tensor))
-        work = self._start(call, operation, record, lambda inner: inner.allreduce([wire], record))
-        return FinishingWork(work, lambda: write(tensor, made.from_wire(wire)), [tensor], call.async_op)
+        return self._reduce_with(call, c10d.AllreduceOptions(), lambda inner: inner.allreduce)
 
     def _reduce(self, call: Call) -> Work:
-        tensor, operation = call.output, self._operation(call)
-        made = reduction_for(tensor.dtype, call.op, self._size)
         record = c10d.ReduceOptions()
         record.rootRank = call.root
-        is_root = self._rank == call.root
+        return self._reduce_with(call, record, lambda inner: inner.reduce)
+
+    def _reduce_with(self, call: Call, record: Any, method: Callable[[Any], Any]) -> Work:
+        tensor, operation = call.output, self._operation(call)
+        writes = call.writes_on(self._rank)
+        made = reduction_for(tensor.dtype, call.op, self._size)
+        staged = dense_outputs([])
         if isinstance(made, WireConversion):
             record.reduceOp = c10d.ReduceOp(made.op)
             wire = made.to_wire(dense(tensor))
         else:
             record.reduceOp = c10d.ReduceOp(made)
-            # Gloo leaves partial results in the tensors of the other ranks.
-            wire = dense(tensor) if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)
-        work = self._start(call, operation, record, lambda inner: inner.reduce([wire], record))
+            if writes:
+                staged = dense_outputs([tensor])
+                wire = staged.stand_ins[0]
+            else:  # Gloo leaves partial results in the tensors of the other ranks
+                wire = tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = self._start(call, operation, record, lambda inner: method(inner)([wire], record))
+        if not writes or not isinstance(made, WireConversion):
+            return staged.finish(work, call.async_op)
+        from_wire = made.from_wire
+        return FinishingWork(work, lambda: write(tensor, from_wire(wire)), [tensor], call.async_op)
 
-        def finish() -> None:
-            if is_root:
-                write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
-
-        in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else FinishingWork(work, finish, [tensor], call.async_op)
-
-    def _broadcast(self, call: Call) -> Work:
-        return self._run_broadcast(call, call.output, call.root, self._operation(call))
-
-    def _run_broadcast(self, call: Call, tensor: torch.Tensor, root: int, operation: Operation) -> Work:
-        if not tensor.numel():
-            return CompletedWork([tensor])
-        record = c10d.BroadcastOptions()
-        record.rootRank = root
-        staged = dense_outputs([] if self._rank == root else [tensor])
-        flat = as_bytes(staged.stand_ins[0] if staged.stand_ins else dense(tensor))
-        work = self._start(call, operation, record, lambda inner: inner.broadcast([flat], record))
-        return staged.finish(work, call.async_op)
-
-    def _all_gather(self, call: Call) -> Work:
-        outputs, operation = call.outputs, self._operation(call)
-        if len({output.numel() for output in outputs}) > 1:
-            write(outputs[self._rank], dense(call.input))
-            return CoalescedWork(
-                [self._run_broadcast(call, output, root, operation) for root, output in enumerate(outputs)]
-            )
-        if not call.input.numel():
-            return CompletedWork(outputs)
-        record = c10d.AllgatherOptions()
-        staged = dense_outputs(outputs)
-        sent = as_bytes(dense(call.input))
-        parts = [as_bytes(part) for part in staged.stand_ins]
-        work = self._start(call, operation, record, lambda inner: inner.allgather([parts], [sent], record))
-        return staged.finish(work, call.async_op)
-
-    def _all_gather_into_tensor(self, call: Call) -> Work:
-        record = c10d.AllgatherOptions()
-        staged = dense_outputs(call.outputs)
-        sent, flat = as_bytes(dense(call.input)), as_bytes(staged.stand_ins[0])
-        work = self._start(
-            call, self._operation(call), record, lambda inner: all_gather_single(inner)(flat, sent, record)
+    def _all_gather_uneven(self, call: Call) -> Work:
+        operation = self._operation(call)
+        write(call.outputs[self._rank], dense(call.input))
+        return CoalescedWork(
+            [
+                self._move(replace(call.as_(BROADCAST, [output]), root=root), operation)
+                for root, output in enumerate(call.outputs)
+                if output.numel()
+            ]
         )
-        return staged.finish(work, call.async_op)
 
-    def _gather(self, call: Call) -> Work:
-        record = c10d.GatherOptions()
-        record.rootRank = call.root
-        staged = dense_outputs(call.outputs)
-        parts = [[as_bytes(part) for part in staged.stand_ins]] if call.outputs else []
-        sent = as_bytes(dense(call.input))
+    def _move(self, call: Call, operation: Operation | None = None) -> Work:
+        """Carries out a collective of which Gloo need know no more than the bytes."""
+        options, issue = _MOVES[call.operation]
+        record: Any = options()
+        if call.operation.rooted:
+            record.rootRank = call.root
+        staged = dense_outputs(call.outputs if call.writes_on(self._rank) else [])
+        written = [as_bytes(output) for output in staged.stand_ins or map(dense, call.outputs)]
+        read = [as_bytes(dense(tensor)) for tensor in call.inputs]
         work = self._start(
-            call, self._operation(call), record, lambda inner: inner.gather(parts, [sent], record)
-        )
-        return staged.finish(work, call.async_op)
-
-    def _scatter(self, call: Call) -> Work:
-        record = c10d.ScatterOptions()
-        record.rootRank = call.root
-        staged = dense_outputs(call.outputs)
-        parts = [[as_bytes(dense(part)) for part in call.inputs]] if call.inputs else []
-        into = as_bytes(staged.stand_ins[0])
-        work = self._start(
-            call, self._operation(call), record, lambda inner: inner.scatter([into], parts, record)
+            call,
+            operation or self._operation(call),
+            record,
+            lambda inner: issue(inner, written, read, record),
         )
         return staged.finish(work, call.async_op)
 
@@ -319,29 +318,16 @@ class ProcessGroupGloo(ProcessGroup):
             lambda inner: all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
         )
 
-    def _barrier(self, call: Call) -> Work:
-        record = c10d.BarrierOptions()
-        return self._start(call, self._operation(call), record, lambda inner: inner.barrier(record))
-
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        operation = self._operations("send", [tensor], self._timeout, f"to rank {dst}, tag {tag}")
+        operation = self._operations("send", [], self._timeout, f"to rank {dst}, tag {tag}", [tensor])
         return self._messages.send(operation, tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
         operation = self._operations("recv", [tensor], self._timeout, f"from {peer}, tag {tag}")
-        return self._messages.receive(operation, tensor, src, tag, self._timeout)
-
-    def message_done(self, work: MessageGlooWork) -> None:
-        """Forgets a message that is done or failed.
-
-        Args:
-            work: its Work, which calls this once.
-        """
-        if work.origin is self._operations:
-            self._messages.message_done(work)
+        return self._messages.receive(operation, tensor, src, tag)
 
     # ---- start and failure ---------------------------------------------------------------------------------
 
@@ -402,24 +388,27 @@ class ProcessGroupGloo(ProcessGroup):
         # Without the lock: torch's group may be going just now, which waits for the thread that calls this.
         # Without a GIL it goes on the thread that made it, at any time, with whatever that thread has locked.
         if TIMED_OUT.search(text):
-            return limit_passed(what, operation)
+            return _limit_passed(what, operation)
         return stopped_by(what, self._cause)
 
     def _break_by(self, operation: Operation, what: str, text: str) -> DistError:
         """Returns the error for what Gloo says first; passed limits and lost connections break the group."""
         if TIMED_OUT.search(text):
-            expired = limit_passed(what, operation)
+            expired = _limit_passed(what, operation)
             self._break(expired, limit_reason(expired))
             return expired
-        if OWN_END in text:
+        if _OWN_END in text:
             other = "another operation of the group passed its limit"
             return GroupAbortedError(f"{what} did not finish, because {other}", **operation.about)
-        if not DISCONNECTED.search(text):
+        if not _DISCONNECTED.search(text):
             return DistBackendError(f"{what} Gloo failed: {text}", **operation.about)
         self._break_connections()
         if (found := self._liveness.find_lost()) is not None:
             self._liveness.publish_lost(found)
-        broken = broken_by(what, found, operation.about, text)
+        untold = "; Gloo does not tell which" if found is None else ""
+        # without the source location in front of Gloo's message and the advice after it
+        told = re.sub(r"^\[[^\]]*\]\s*", "", text).split(". ")[0].strip()
+        broken = blamed(what, found, operation.about, f"{untold} ({told})")
         self._break(broken)
         return broken
 
@@ -499,3 +488,12 @@ class ProcessGroupGloo(ProcessGroup):
         self._messages.release()
         self._torch.release()
         self._liveness.leave(self._delete_keys)
+
+
+def _limit_passed(what: str, operation: Operation) -> CollectiveTimeoutError:
+    """Returns the error of an operation, named by ``what`` with rank and group, that passed its limit."""
+    return CollectiveTimeoutError(
+        f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not tell which "
+        "rank is missing; monitored_barrier() in front of it names the rank",
+        **operation.about,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch
 
-from collectives.backends.gloo.failures import TIMED_OUT
 from collectives.backends.gloo.options import connects_on_demand
 from collectives.errors import DistBackendError
 from collectives.threads import start_thread
 
-__all__ = ["TorchGroup", "all_gather_single", "all_to_all_single", "break_connections"]
+__all__ = ["TIMED_OUT", "TorchGroup", "all_gather_single", "all_to_all_single", "break_connections"]
+
+TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
+"""Matches Gloo's messages about a limit that passed."""
 
 _ABORT_TAG = 2**31 - 2
 

@@ -12,11 +12,10 @@ import torch
 from torch.futures import Future
 
 from collectives._native import OperationWait
-from collectives.backends._shared.operation import Operation, Operations
-from collectives.core.completions import complete_later
+from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.work import OperationWork
 from collectives.core.recording.flight_record import RecordedOperation
-from collectives.core.work import NotifiedWork, settle
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveTimeoutError, DistError
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
 
@@ -29,11 +28,11 @@ class Owner(Protocol):
     def failed(self, operation: Operation, error: Exception) -> Exception:
         """Returns what to raise for an error of Gloo in an operation, after the group took note of it."""
 
-    def message_done(self, work: MessageGlooWork) -> None:
-        """Forgets a message that is done or failed."""
-
     def where(self) -> str:
         """Returns rank and group, to stand in front of a message."""
+
+    def check_usable(self, operation: Operation) -> Any:
+        """Returns torch's group; raises where this one is broken or ended."""
 
     def refuse_in_child(self, operation: Operation) -> None:
         """Raises where this is a child that was forked after the operation was issued."""
@@ -61,7 +60,7 @@ def _at_least_1_ms(timeout: timedelta) -> timedelta:
     return max(timeout, timedelta(milliseconds=1))
 
 
-class CollectiveGlooWork(NotifiedWork):
+class CollectiveGlooWork(OperationWork):
     """A collective; Gloo's own Work knows when it is done.
 
     Args:
@@ -71,13 +70,11 @@ class CollectiveGlooWork(NotifiedWork):
         recorded: its entry in the flight record.
     """
 
+    _owner: Owner
+
     def __init__(self, owner: Owner, inner: Any, operation: Operation, recorded: RecordedOperation) -> None:
-        super().__init__()
-        self._owner = owner
+        super().__init__(owner, operation, recorded)
         self._inner = inner
-        self._operation = operation
-        self._recorded = recorded
-        self._error: Exception | None = None
         self._noted = False
         self._watched = False
 
@@ -101,14 +98,14 @@ class CollectiveGlooWork(NotifiedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
         limit = seconds_to_wait(timeout)
-        self._owner.refuse_in_child(self._operation)
+        self._owner.refuse_in_child(self.operation)
         if self._noted:  # perhaps within a callback, for which Gloo's Work waits
             if self._error is not None:
                 raise self._error
             return True
         try:
             if limit:
-                self._wait_at_most(timedelta(seconds=limit))
+                self._wait_at_most(limit)
             else:
                 with OperationWait(True):
                     self._inner.wait()
@@ -119,21 +116,17 @@ class CollectiveGlooWork(NotifiedWork):
         self._recorded.end()
         return True
 
-    def _wait_at_most(self, timeout: timedelta) -> None:
+    def _wait_at_most(self, limit: float) -> None:
         try:
-            self._inner.wait(timeout)
+            self._inner.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             if not self.is_completed():
-                raise CollectiveTimeoutError(
-                    f"{self._owner.where()} {self._operation}: not done after "
-                    f"wait({timeout.total_seconds():g} s); it goes on",
-                    **self._operation.about,
-                ) from error
+                raise self._not_done(limit) from error
             self._inner.wait()
 
-    def _failure(self, error: Exception) -> Exception:
+    def _failure(self, error: Exception) -> BaseException:
         # Without the lock: the group may run callbacks of users, who may ask this Work.
-        found = self._error or self._owner.failed(self._operation, error)
+        found = self._error or self._owner.failed(self.operation, error)
         with self._lock:
             failure = self._error = self._error or found
         failure.__cause__ = failure.__cause__ or error
@@ -152,14 +145,8 @@ class CollectiveGlooWork(NotifiedWork):
             self._inner.wait()
         except RuntimeError as error:
             return self._failure(error)
+        self._recorded.end()
         return None
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        self.wait()
-        return list(self._operation.outputs)
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors."""
@@ -169,14 +156,8 @@ class CollectiveGlooWork(NotifiedWork):
     def _has_ended(self) -> bool:
         return self._noted
 
-    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        settle(future, self._error, self._operation.outputs)
 
-    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
-        return complete_later(self._number, id(self._owner), complete, collective=True)
-
-
-class MessageGlooWork(NotifiedWork):
+class MessageGlooWork(OperationWork):
     """A send or a receive; Gloo finds out that it is done only inside its ``wait``.
 
     The first thread that waits calls that. Where nobody waits but somebody asks (:meth:`is_completed`,
@@ -189,8 +170,10 @@ class MessageGlooWork(NotifiedWork):
         operation: what messages say about it.
         recorded: its entry in the flight record.
         source: sender, where the receive names one; -1 for a receive from any, ``None`` for a send.
-        any_source_tag: tag of a receive from any, for the owner.
+        forget: called with this Work when it is done or failed.
     """
+
+    _owner: Owner
 
     def __init__(
         self,
@@ -199,25 +182,16 @@ class MessageGlooWork(NotifiedWork):
         operation: Operation,
         recorded: RecordedOperation,
         source: int | None,
-        any_source_tag: int | None = None,
+        forget: Callable[[MessageGlooWork], None] = lambda _: None,
     ) -> None:
-        super().__init__()
-        self.any_source_tag = any_source_tag
-        self._recorded = recorded
-        self._owner = owner
+        super().__init__(owner, operation, recorded)
+        self._forget = forget
         self._inner: Any = inner
-        self._operation = operation
         self._source = source
         self._deadline = time.monotonic() + operation.timeout.total_seconds()
         self._claim = threading.Lock()
         self._done = threading.Event()
-        self._error: Exception | None = None
         self._has_waiter = False
-
-    @property
-    def origin(self) -> Operations | None:
-        """What numbered the operation."""
-        return self._operation.origin
 
     def wait_until_done(self) -> None:
         """Blocks until the message is done or failed; raises nothing but what a signal's handler does."""
@@ -234,8 +208,10 @@ class MessageGlooWork(NotifiedWork):
             returned.extend(map(self._inner.wait, (_at_least_1_ms(left),)))
             if self._source == -1:
                 self._source = int(self._inner._source_rank())  # the public name is deprecated
+        except (DistError, ValueError) as own_error:  # of a message of this rank to itself
+            error = own_error
         except RuntimeError as gloo_error:
-            error = self._owner.failed(self._operation, gloo_error)
+            error = self._owner.failed(self.operation, gloo_error)
             error.__cause__ = gloo_error
         except BaseException as signal:
             if not returned:
@@ -249,22 +225,13 @@ class MessageGlooWork(NotifiedWork):
         self._recorded.end(error)
         self._error = error
         self._done.set()
-        self._owner.message_done(self)
+        self._forget(self)
         self.tell_end()
         if interruption is not None:
             raise interruption
 
     def _has_ended(self) -> bool:
         return self._done.is_set()
-
-    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        settle(future, self._error, self._results())
-
-    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
-        return complete_later(self._number, id(self._owner), complete, collective=False)
-
-    def _results(self) -> list[torch.Tensor]:
-        return [] if self._source is None else list(self._operation.outputs)
 
     def _ensure_waited(self) -> None:
         """Lets a thread wait for the message, unless one does."""
@@ -274,19 +241,16 @@ class MessageGlooWork(NotifiedWork):
                 self._has_waiter = True
 
     def _wait_in_thread(self) -> None:
-        start_thread(self.wait_until_done, f"gloo {self._operation.name}")
+        start_thread(self.wait_until_done, f"gloo {self.operation.name}")
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is done."""
         limit = seconds_to_wait(timeout)
-        self._owner.refuse_in_child(self._operation)
+        self._owner.refuse_in_child(self.operation)
         if limit:
             self._ensure_waited()
             if not self._done.wait(limit):
-                raise CollectiveTimeoutError(
-                    f"{self._owner.where()} {self._operation}: not done after wait({limit:g} s); it goes on",
-                    **self._operation.about,
-                )
+                raise self._not_done(limit)
         else:
             self.wait_until_done()
         if self._error is not None:
@@ -298,18 +262,6 @@ class MessageGlooWork(NotifiedWork):
         if not self._done.is_set():
             self._ensure_waited()
         return self._done.is_set()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of a failed message."""
-        return self._error if self.is_completed() else None
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the tensor received; of a send, nothing."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        if self._error is not None:
-            raise self._error
-        return self._results()
 
     def source_rank(self) -> int:
         """Returns the sender of a receive."""

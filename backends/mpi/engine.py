@@ -38,11 +38,10 @@ from collectives.backends._shared.exit_reasons import (
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import byte_count
+from collectives.backends._shared.work import OperationWork
 from collectives.backends.mpi.libmpi import Library
-from collectives.core.completions import complete_later
 from collectives.core.operations import OPERATIONS, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
-from collectives.core.work import NotifiedWork, settle
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -156,8 +155,8 @@ _abandoned: list[MPIWork] = []
 """Operations that failed while MPI may still write into their memory, which therefore stays."""
 
 
-class MPIWork(NotifiedWork):
-    """An operation in flight; :meth:`move`, :meth:`fail` and :meth:`leave` are for the engine alone.
+class MPIWork(OperationWork):
+    """An operation in flight; :meth:`move`, :meth:`end` and :meth:`leave` are for the engine alone.
 
     Args:
         engine: the engine.
@@ -173,24 +172,9 @@ class MPIWork(NotifiedWork):
         done: whether it is done or failed, as far as is known.
     """
 
-    __slots__ = (
-        "_after",
-        "_behind",
-        "_engine",
-        "_error",
-        "_recorded",
-        "_source",
-        "deadline",
-        "done",
-        "in_flight",
-        "keep",
-        "nbytes",
-        "operation",
-        "point_to_point",
-        "receives",
-        "since",
-    )
+    __slots__ = ("_after", "_behind", "_source", "deadline", "done", "in_flight", "keep", "nbytes", "since")
 
+    _owner: Engine
     in_flight: _native.MpiInFlight
 
     def __init__(
@@ -203,61 +187,52 @@ class MPIWork(NotifiedWork):
         behind: Sequence[MPIWork] = (),
         recorded: Recorded | None = None,
     ) -> None:
-        super().__init__()
-        self._engine = engine
-        self._recorded = recorded or operation.begin()
-        self.operation = operation
+        super().__init__(engine, operation, recorded or operation.begin())
         self.keep = keep
         self._after = after
         self._behind = behind
         self.nbytes = nbytes
-        self.receives = operation.name == "recv"
-        self.point_to_point = self.receives or operation.name == "send"
         self.since = time.monotonic()
         self.deadline = self.since + operation.timeout.total_seconds()
         self.done = False
-        self._error: BaseException | None = None
         self._source: int | None = None
 
     # ---- for the engine ------------------------------------------------------------------------------------
 
     def move(self) -> bool:
-        """Moves the operation on, and ends it where it is over; raises the error of MPI, or of its last step."""
+        """Moves the operation on; returns whether it is over, raises an error of MPI or of its last step."""
         over = self.in_flight.advance()
-        self._engine.raise_error_of(self.in_flight)
+        self._owner.raise_error_of(self.in_flight)
         if not over or not all(work.done for work in self._behind):
             return False
         if self.receives:
             self._note_received()
         if self._after is not None:
             self._after()
-        self._end(None)
+        self.end(None)
         return True
+
+    @property
+    def receives(self) -> bool:
+        """Whether it is a receive."""
+        return self.operation.name == "recv"
 
     def _note_received(self) -> None:
         """Takes the sender and the size of a message from MPI's status."""
-        mpi = self._engine.mpi_library.mpi
+        mpi = self._owner.mpi_library.mpi
         status, found = mpi.Status(), self.in_flight.status
         ctypes.memmove(mpi._addressof(status), found, len(found))
         got = int(status.Get_elements(mpi.BYTE))
         if got != self.nbytes:
             raise DistBackendError(
-                f"{self._engine.where} {self.operation}: the message has {got} bytes, but the tensor that "
+                f"{self._owner.where()} {self.operation}: the message has {got} bytes, but the tensor that "
                 f"receives it {self.nbytes}",
                 **self.operation.about,
             )
         self._source = int(status.Get_source())
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the operation with an error; where it is under way, it keeps its memory."""
-        self._end(error)
-
-    def leave(self, error: BaseException) -> None:
-        """Ends the operation in a forked child, where nobody lets go of a lock that was held."""
-        self._lock = threading.Lock()
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Ends the operation, with an error or well; where it is under way, it keeps its memory."""
         with self._lock:
             if self.done:
                 return
@@ -265,16 +240,16 @@ class MPIWork(NotifiedWork):
             self.done = True
         self._recorded.end(error)
 
+    def leave(self, error: BaseException) -> None:
+        """Ends the operation in a forked child, where nobody lets go of a lock that was held."""
+        self._lock = threading.Lock()
+        self.end(error)
+
     def _has_ended(self) -> bool:
         return self.done
 
-    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        settle(future, self._error, self.operation.outputs)
-
     def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
-        if not self._engine.watch():
-            return complete
-        return complete_later(self._number, id(self._engine), complete, collective=not self.point_to_point)
+        return super()._later(complete) if self._owner.watch() else complete
 
     # ---- the contract --------------------------------------------------------------------------------------
 
@@ -283,13 +258,10 @@ class MPIWork(NotifiedWork):
         limit = seconds_to_wait(timeout)
         if not self.done:
             until = time.monotonic() + limit if limit > 0 else None
-            with _native.OperationWait(not self.point_to_point):
-                done = self._engine.wait_for(self, until)
+            with _native.OperationWait(not self.operation.is_message):
+                done = self._owner.wait_for(self, until)
             if not done:
-                raise CollectiveTimeoutError(
-                    f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on",
-                    **self.operation.about,
-                )
+                raise self._not_done(limit)
         if self._error is not None:
             raise self._error
         return True
@@ -297,20 +269,8 @@ class MPIWork(NotifiedWork):
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed; moves it on."""
         if not self.done:
-            self._engine.poll(self)
+            self._owner.poll(self)
         return self.done
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of a failed operation."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        if self._error is not None:
-            raise self._error
-        return list(self.operation.outputs)
 
     def source_rank(self) -> int:
         """Returns the sender of a receive."""
@@ -361,7 +321,7 @@ class Engine:
         timeout: Callable[[], timedelta],
     ) -> None:
         self.mpi_library = library
-        self.where = where
+        self._where = where
         self.cause: DistError | None = None
         self._elsewhere = False
         self.ended = False
@@ -380,15 +340,19 @@ class Engine:
 
     # ---- issue ---------------------------------------------------------------------------------------------
 
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return self._where
+
     def check_usable(self, operation: Operation | str) -> None:
         """Raises where the group is broken, ended, or out of this thread's reach."""
         cause = self.cause
         if cause is not None:
-            refuse_broken(f"{self.where} {operation}:", cause, self.ended)
+            refuse_broken(f"{self._where} {operation}:", cause, self.ended)
         if self.ended:
-            raise GroupAbortedError(f"{self.where} {operation}: the group was shut down")
+            raise GroupAbortedError(f"{self._where} {operation}: the group was shut down")
         if not self.mpi_library.any_thread:
-            self.mpi_library.check_thread(f"{self.where} {operation}:")
+            self.mpi_library.check_thread(f"{self._where} {operation}:")
 
     def issue(
         self,
@@ -578,9 +542,9 @@ class Engine:
         try:
             return work.move()
         except self.mpi_library.mpi.Exception as error:
-            work.fail(self.failed(work.operation, error, work))
+            work.end(self.failed(work.operation, error, work))
         except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
-            work.fail(error)
+            work.end(error)
         return True
 
     # ---- failure -------------------------------------------------------------------------------------------
@@ -618,7 +582,7 @@ class Engine:
         limit = operation.timeout.total_seconds()
         missing, elsewhere = self._other_ranks(work)
         expired = CollectiveTimeoutError(
-            f"{self.where} {operation}: passed its time limit of {limit:g} s. {elsewhere}",
+            f"{self._where} {operation}: passed its time limit of {limit:g} s. {elsewhere}",
             missing[0] if missing else -1,
             missing_ranks=missing,
             **operation.about,
@@ -648,7 +612,7 @@ class Engine:
 
     def _loss(self, operation: Operation, found: Departure) -> DistError:
         """Returns what to raise for a rank that is gone, or gave up."""
-        error = blamed(f"{self.where} {operation}:", found, operation.about)
+        error = blamed(f"{self._where} {operation}:", found, operation.about)
         if isinstance(error, PeerLostError):
             self._liveness.publish_lost(found)
         return error
@@ -658,7 +622,7 @@ class Engine:
 
         A message that is longer than the tensor that receives it breaks nothing: it is the caller's mistake.
         """
-        what = f"{self.where} {operation}:"
+        what = f"{self._where} {operation}:"
         mpi = self.mpi_library.mpi
         if error.Get_error_class() == mpi.ERR_TRUNCATE and operation.name == "recv":
             text = f"{what} the message is longer than the tensor that receives it"
@@ -675,7 +639,7 @@ class Engine:
         """Breaks the group, also for its peers, for an operation that a signal's handler tore."""
         reason = abort_reason(f"was interrupted within its {work.operation.short}", self._rank)
         self._liveness.publish_lost(Departure(self._rank, reason))
-        text = f"{self.where} {work.operation}: this rank {reason}"
+        text = f"{self._where} {work.operation}: this rank {reason}"
         about = work.operation.about
         self._break(GroupAbortedError(text, self._rank, cause=reason.cause, **about), work)
 
@@ -691,7 +655,7 @@ class Engine:
             if self.cause is None:
                 self.cause, self._elsewhere = cause, elsewhere
             if first is not None:
-                first.fail(cause)
+                first.end(cause)
         self._fail_all()
 
     def _fail_all(self) -> None:
@@ -699,14 +663,14 @@ class Engine:
             self._take_unfinished()
             failing, self._active = self._active, []
             for work in failing:
-                work.fail(self._error_of(work))
+                work.end(self._error_of(work))
                 self._let_go(work)
         for work in failing:
             work.tell_end()
 
     def _error_of(self, work: MPIWork) -> Exception:
         cause = self.cause or GroupAbortedError("the group was shut down")
-        return stopped_by(f"{self.where} {work.operation}:", cause, elsewhere=self._elsewhere)
+        return stopped_by(f"{self._where} {work.operation}:", cause, elsewhere=self._elsewhere)
 
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
@@ -745,7 +709,7 @@ class Engine:
                 return
             self.ended = True
         if self.cause is None:
-            broken, reason = aborted_by(self.where, self._rank)
+            broken, reason = aborted_by(self._where, self._rank)
             self._liveness.publish_lost(Departure(self._rank, reason))
             self._break(broken)
         self._liveness.leave(self._delete_keys)

@@ -10,13 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
 
-from collectives.core.completions import next_operation
 from collectives.core.futures import OperationFuture
 from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
@@ -28,7 +26,6 @@ __all__ = [
     "CoalescedWork",
     "CompletedWork",
     "FinishingWork",
-    "NotifiedWork",
     "Sync",
     "Work",
     "WorkResult",
@@ -246,51 +243,6 @@ class Work(Uncompiled, ABC):
             return int(WorkResult.SUCCESS)
 
         return self.get_future().then(code)
-
-
-class NotifiedWork(Work):
-    """An operation carried out in Python, whose owner reports its end."""
-
-    __slots__ = ("_asked", "_lock", "_number")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._number = next_operation()
-        # The future and what has it completed. Together, as a signal's handler may raise at any time.
-        self._asked: tuple[Future[list[torch.Tensor]], Callable[[], None] | None] | None = None
-
-    @abstractmethod
-    def _has_ended(self) -> bool:
-        """Returns whether the operation has ended, so that :meth:`_complete` can be called."""
-
-    @abstractmethod
-    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        """Completes a future with the outcome; see :func:`settle`."""
-
-    @abstractmethod
-    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
-        """Returns what has ``complete`` called: :func:`complete_later` of the operation."""
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of the output tensors."""
-        with self._lock:
-            if self._asked is None:
-                future: Future[list[torch.Tensor]] = OperationFuture()
-                if self._has_ended():
-                    self._complete(future)
-                    self._asked = (future, None)
-                else:
-                    self._asked = (future, self._later(partial(self._complete, future)))
-            return self._asked[0]
-
-    def tell_end(self) -> None:
-        """Has the future completed; called after the end, without locks, perhaps several times."""
-        with self._lock:
-            asked = self._asked
-            if asked is None or asked[1] is None:
-                return
-            self._asked = (asked[0], None)
-        asked[1]()
 
 
 class CompletedWork(Work):
