@@ -55,13 +55,7 @@ class OperationWork(Work):
         """Returns the error of a failed operation."""
         return self._error if self.is_completed() else None
 
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        error = self.exception()
-        if error is not None:
-            raise error
+    def _results(self) -> list[torch.Tensor]:
         return list(self.operation.outputs)
 
     def get_future(self) -> Future[list[torch.Tensor]]:

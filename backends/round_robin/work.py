@@ -171,15 +171,6 @@ class BarrierWork(Work):
         others = self._others
         return self._first.exception() or self._error or (None if others is None else others.exception())
 
-    def result(self) -> list[torch.Tensor]:
-        """Returns an empty list."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        error = self.exception()
-        if error is not None:
-            raise error
-        return []
-
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of an empty list."""
         with self._lock:

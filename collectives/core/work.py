@@ -174,13 +174,22 @@ class Work(Uncompiled, ABC):
     def exception(self) -> BaseException | None:
         """Returns the error of a failed operation, ``None`` for one that is pending or done; never blocks."""
 
-    @abstractmethod
     def result(self) -> list[torch.Tensor]:
         """Returns the output tensors of a finished operation; they alias the tensors given.
 
         Raises:
             RuntimeError: the operation is still pending.
         """
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._results()
+
+    def _results(self) -> list[Any]:
+        """Returns the result of an operation that is done without an error."""
+        return []
 
     @abstractmethod
     def get_future(self) -> Future[list[torch.Tensor]]:
@@ -425,7 +434,7 @@ class FinishingWork(Work):
             with contextlib.suppress(DistBackendError):  # no thread for it: left to those who wait
                 self.get_future()
 
-    def _outputs(self) -> list[Any]:
+    def _results(self) -> list[Any]:
         """Returns the result, and the value of the future."""
         return list(self._tensors)
 
@@ -453,7 +462,7 @@ class FinishingWork(Work):
                 except Exception as error:  # noqa: BLE001 - whoever waits raises it
                     fail(future, error)
                 else:
-                    future.set_result(self._outputs())
+                    future.set_result(self._results())
                 self._future = future
             return self._future
 
@@ -483,15 +492,6 @@ class FinishingWork(Work):
         """Returns the error of the operation or of the step."""
         return self._inner.exception() or self._error
 
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        error = self.exception()
-        if error is not None:
-            raise error
-        return self._outputs()
-
     def source_rank(self) -> int:
         """Returns the sender of a receive."""
         return self._inner.source_rank()
@@ -507,7 +507,7 @@ class FinishingWork(Work):
                 def finished(inner: Future[list[torch.Tensor]]) -> list[torch.Tensor]:
                     inner.value()
                     self._run_finish()
-                    return self._outputs()
+                    return self._results()
 
                 self._future = chain(self._inner.get_future(), finished, self._devices)
             return self._future

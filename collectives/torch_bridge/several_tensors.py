@@ -175,7 +175,7 @@ class _GatheredLists(FinishingWork):
         self._lists = [list(entry) for entry in outputs]
         super().__init__(inner, finish, [tensor for entry in outputs for tensor in entry], async_op)
 
-    def _outputs(self) -> list[Any]:
+    def _results(self) -> list[Any]:
         return self._lists
 
 
