@@ -119,7 +119,7 @@ def one_more_interface(rank: int, size: int) -> str:
 
 def test_ranks_with_different_numbers_of_interfaces() -> None:
     for rank, text in enumerate(run_ranks(one_more_interface, 3, isolated=True)):
-        assert text.startswith(f"[rank {rank}] gloo group 'uneven': all ranks must use the same number")
+        assert text.startswith(f"[rank {rank}] gloo group 'uneven' of 3: all ranks must use the same number")
         assert "rank 0 has 1 interface, connected at once, and rank 1 2 interfaces, connected at once" in text
 
 
