@@ -35,10 +35,11 @@ class Slices {
 
 class SlicedReduction {
  public:
-  SlicedReduction(CollectiveContext& collective, std::byte* data, std::size_t count,
+  SlicedReduction(CollectiveContext& collective, std::byte* output, const std::byte* input, std::size_t count,
                   const Reduction& reduction)
       : collective_(collective),
-        data_(data),
+        output_(output),
+        input_(input),
         reduction_(reduction),
         element_(size_of(reduction.dtype)),
         slices_(collective, count, element_),
@@ -76,9 +77,11 @@ class SlicedReduction {
     }
   }
 
-  std::byte* tensor(std::uint64_t c, std::size_t element) const {
-    return data_ + (slices_.chunk_begin(c) + element) * element_;
+  std::size_t place(std::uint64_t c, std::size_t element) const {
+    return (slices_.chunk_begin(c) + element) * element_;
   }
+  std::byte* output(std::uint64_t c, std::size_t element) const { return output_ + place(c, element); }
+  const std::byte* input(std::uint64_t c, std::size_t element) const { return input_ + place(c, element); }
   std::byte* ring(int rank, std::uint64_t c, std::size_t element) const {
     return collective_.chunk(rank, c) + element * element_;
   }
@@ -89,7 +92,7 @@ class SlicedReduction {
   }
   // A part of a chunk to be fetched, or null behind the last.
   const std::byte* later(std::uint64_t c, std::size_t element) const {
-    return c < slices_.count() ? tensor(c, element) : nullptr;
+    return c < slices_.count() ? input(c, element) : nullptr;
   }
 
   void fill(std::uint64_t c) {
@@ -98,8 +101,8 @@ class SlicedReduction {
     const Pieces slices = slices_.of(c);
     const std::size_t begin = slices.begin(me_);
     const std::size_t end = slices.begin(me_ + 1);
-    collectives::copy(ring(collective_.rank(), c, 0), tensor(c, 0), begin * element_);
-    collectives::copy(ring(collective_.rank(), c, end), tensor(c, end), (slices.total - end) * element_);
+    collectives::copy(ring(collective_.rank(), c, 0), input(c, 0), begin * element_);
+    collectives::copy(ring(collective_.rank(), c, end), input(c, end), (slices.total - end) * element_);
     collective_.filled(c);
   }
 
@@ -110,11 +113,11 @@ class SlicedReduction {
     const void** sources = collective_.sources();
     for (int r = 0; r < collective_.size(); ++r) {
       if (r != collective_.rank()) collective_.await_filled(r, c);
-      sources[r] = r == collective_.rank() ? tensor(c, begin) : ring(r, c, begin);
+      sources[r] = r == collective_.rank() ? input(c, begin) : ring(r, c, begin);
     }
     reduce(results(collective_.rank(), c, begin), sources, collective_.size(), length, reduction_.dtype,
            reduction_.op, reduction_.factor,
-           {.second = keep ? tensor(c, begin) : nullptr, .next = later(c + 1, begin)});
+           {.second = keep ? output(c, begin) : nullptr, .next = later(c + 1, begin)});
     collective_.reduced(c);
   }
 
@@ -124,14 +127,15 @@ class SlicedReduction {
       const int r = (collective_.rank() + i) % collective_.size();
       collective_.await_reduced(r, c);
       const auto owner = static_cast<std::uint64_t>(r);
-      copy_out_(tensor(c, slices.begin(owner)), results(r, c, slices.begin(owner)),
+      copy_out_(output(c, slices.begin(owner)), results(r, c, slices.begin(owner)),
                 slices.length(owner) * element_, later(c + 3, slices.begin(owner)));
     }
     collective_.drained(c);
   }
 
   CollectiveContext& collective_;
-  std::byte* data_;
+  std::byte* output_;
+  const std::byte* input_;
   const Reduction& reduction_;
   std::size_t element_;
   Slices slices_;
@@ -141,14 +145,14 @@ class SlicedReduction {
 
 }  // namespace
 
-void sliced_all_reduce(CollectiveContext& collective, std::byte* data, std::size_t count,
-                       const Reduction& reduction) {
-  SlicedReduction(collective, data, count, reduction).run_all();
+void sliced_all_reduce(CollectiveContext& collective, std::byte* output, const std::byte* input,
+                       std::size_t count, const Reduction& reduction) {
+  SlicedReduction(collective, output, input, count, reduction).run_all();
 }
 
 void sliced_reduce(CollectiveContext& collective, std::byte* data, std::size_t count,
                    const Reduction& reduction, int root) {
-  SlicedReduction(collective, data, count, reduction).run_to(root);
+  SlicedReduction(collective, data, data, count, reduction).run_to(root);
 }
 
 }  // namespace collectives

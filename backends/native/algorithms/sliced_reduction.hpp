@@ -25,8 +25,9 @@
 
 namespace collectives {
 
-void sliced_all_reduce(CollectiveContext& collective, std::byte* data, std::size_t count,
-                       const Reduction& reduction);
+// Result in `output`; `input` may be that.
+void sliced_all_reduce(CollectiveContext& collective, std::byte* output, const std::byte* input,
+                       std::size_t count, const Reduction& reduction);
 // Result in `data` on the root; elsewhere `data` is only read.
 void sliced_reduce(CollectiveContext& collective, std::byte* data, std::size_t count,
                    const Reduction& reduction, int root);

@@ -131,8 +131,12 @@ bool read(Request& request, TensorReader& reader, std::size_t me, bool is_root, 
       return false;
     case Opcode::barrier:
       return true;
+    case Opcode::all_reduce: {
+      if (!take(output, request.data)) return false;
+      const std::size_t count = request.count;
+      return input.is_none() || (take(input, request.input) && request.count == count);
+    }
     case Opcode::broadcast:
-    case Opcode::all_reduce:
     case Opcode::reduce:
       return take(output, request.data);
     case Opcode::all_gather:

@@ -147,7 +147,10 @@ class MpiGroup {
                              nb::handle root, bool listed) {
     std::optional<FastRequest> fast =
         fast_request(collectives_.rank, collectives_.size, opcode, output, input, op, root, listed);
-    if (!fast || fast->bytes > kFastBytes) return nb::bool_(false);
+    // MPI reduces in place.
+    if (!fast || fast->bytes > kFastBytes ||
+        (fast->request.opcode == Opcode::all_reduce && fast->request.input != nullptr))
+      return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
     Task::note_issue();
     const long number = next_number(operations_);

@@ -18,18 +18,18 @@
 namespace collectives {
 namespace {
 
-void all_reduce_partials(CollectiveContext& collective, std::byte* data, std::size_t count,
-                         const Reduction& reduction) {
+void all_reduce_partials(CollectiveContext& collective, std::byte* output, const std::byte* input,
+                         std::size_t count, const Reduction& reduction) {
   StagedPartials partials(collective, reduction, count,
                           {collective.topology().machines.size(), {{.begin = 0, .length = count}}});
-  partials.contribute(data);
+  partials.contribute(input);
   collective.arrive_with(partials);
-  partials.combine(data, 0);
+  partials.combine(output, 0);
 }
 
 // `parts`: in bytes, by rank.
-void all_reduce_in_parts(CollectiveContext& collective, std::byte* data, const Pieces& parts,
-                         const Reduction& reduction) {
+void all_reduce_in_parts(CollectiveContext& collective, std::byte* output, const std::byte* input,
+                         const Pieces& parts, const Reduction& reduction) {
   const std::size_t element = size_of(reduction.dtype);
   const auto ranks = static_cast<std::uint64_t>(collective.size());
   std::vector<std::size_t> lengths;
@@ -40,18 +40,19 @@ void all_reduce_in_parts(CollectiveContext& collective, std::byte* data, const P
   }
   StagedPartials partials(collective, reduction, parts.total / element,
                           StagedPartials::by_machine(collective.topology(), ranges));
-  partials.contribute(data);
+  partials.contribute(input);
   collective.arrive_with(partials);
   partials.combine(collective.result(collective.rank()),
                    local_index(collective.topology(), collective.rank()));
   collective.exchange_results(lengths);
   for (std::uint64_t r = 0; r < ranks; ++r)
-    collectives::copy(data + parts.begin(r), collective.result(static_cast<int>(r)), parts.length(r));
+    collectives::copy(output + parts.begin(r), collective.result(static_cast<int>(r)), parts.length(r));
 }
 
 }  // namespace
 
-void all_reduce(CollectiveContext& collective, void* data, std::size_t count, const Reduction& reduction) {
+void all_reduce(CollectiveContext& collective, std::byte* output, const std::byte* input, std::size_t count,
+                const Reduction& reduction) {
   const Topology& topology = collective.topology();
   const std::size_t element = size_of(reduction.dtype);
   const std::size_t bytes = count * element;
@@ -59,21 +60,30 @@ void all_reduce(CollectiveContext& collective, void* data, std::size_t count, co
   const Pieces parts = split_evenly(bytes, as_index(collective.size()));
   const std::size_t for_machine = parts.step / element * width * largest_machine(topology);
   const Algorithm algorithm = collective.algorithm(Opcode::all_reduce, count * width, for_machine);
-  auto* const tensor = static_cast<std::byte*>(data);
-  if (algorithm == Algorithm::local) return reduce_local(data, count, reduction);
+  // Not before the ranks have compared what they call: of a mismatch no output is written.
+  const auto fill_output = [&] {
+    if (input != output) collectives::copy(output, input, bytes);
+  };
+  if (algorithm == Algorithm::local) {
+    fill_output();
+    return reduce_local(output, count, reduction);
+  }
   if (algorithm == Algorithm::staged) {
-    if (collective.sends_partials()) return all_reduce_partials(collective, tensor, count, reduction);
+    if (collective.sends_partials()) return all_reduce_partials(collective, output, input, count, reduction);
     collective.reserve(bytes);
-    collectives::copy(collective.stage(bytes), data, bytes);
+    collectives::copy(collective.stage(bytes), input, bytes);
     collective.arrive_and_wait();
-    return reduce_staged(collective, data, count, bytes, reduction);
+    fill_output();
+    return reduce_staged(collective, output, count, bytes, reduction);
   }
   if (algorithm == Algorithm::staged_in_parts)
-    return all_reduce_in_parts(collective, tensor, parts, reduction);
+    return all_reduce_in_parts(collective, output, input, parts, reduction);
   collective.arrive_and_wait();
-  if (algorithm == Algorithm::hierarchical)
-    return hierarchical_all_reduce(collective, tensor, count, reduction);
-  sliced_all_reduce(collective, tensor, count, reduction);
+  if (algorithm == Algorithm::hierarchical) {
+    fill_output();
+    return hierarchical_all_reduce(collective, output, count, reduction);
+  }
+  sliced_all_reduce(collective, output, input, count, reduction);
 }
 
 }  // namespace collectives

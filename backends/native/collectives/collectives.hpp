@@ -16,8 +16,9 @@ namespace collectives {
 
 void barrier(CollectiveContext& collective);
 
-// Result in `data` on every rank.
-void all_reduce(CollectiveContext& collective, void* data, std::size_t count, const Reduction& reduction);
+// Result in `output` on every rank; `input` may be that.
+void all_reduce(CollectiveContext& collective, std::byte* output, const std::byte* input, std::size_t count,
+                const Reduction& reduction);
 
 // Result in `data` on the root; elsewhere `data` is only read.
 void reduce_to_root(CollectiveContext& collective, void* data, std::size_t count, const Reduction& reduction,

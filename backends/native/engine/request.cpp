@@ -91,7 +91,8 @@ void execute(const Request& request, CollectiveContext& collective) {
     case Opcode::broadcast:
       return broadcast(collective, request.data, bytes, request.root);
     case Opcode::all_reduce:
-      return all_reduce(collective, request.data, request.count, request.reduction);
+      return all_reduce(collective, request.data, request.input == nullptr ? request.data : request.input,
+                        request.count, request.reduction);
     case Opcode::reduce:
       return reduce_to_root(collective, request.data, request.count, request.reduction, request.root);
     case Opcode::all_gather:

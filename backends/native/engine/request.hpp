@@ -20,7 +20,7 @@ struct Request {
   Reduction reduction{.dtype = DType::uint8, .op = ReduceOp::sum, .factor = 1.0};
   int root = 0;
   std::byte* data = nullptr;         // the one tensor that is written, or read and written
-  const std::byte* input = nullptr;  // the one tensor that is only read
+  const std::byte* input = nullptr;  // the one tensor that is only read; none where `data` is read
   std::size_t count = 0;             // elements of that tensor
   std::vector<Part> outputs;         // by rank
   std::vector<Part> inputs;          // by rank
