@@ -73,7 +73,7 @@ def write(output: torch.Tensor, values: torch.Tensor) -> None:
     with torch.inference_mode() if output.is_inference() else torch.no_grad():
         if output.dtype in _UNCOPIED:
             output, values = output.view(torch.uint8), values.view(torch.uint8)
-        output.copy_(values.view(output.shape))
+        output.copy_(values.reshape(output.shape))
 
 
 class dense_outputs:  # noqa: N801 - used like a function

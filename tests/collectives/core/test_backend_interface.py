@@ -76,3 +76,17 @@ def packed(rank, size):
 
 def test_derived_operations_move_types_that_torch_cannot_copy() -> None:
     assert run_ranks(packed, 2) == [[], []]
+
+
+def reshaped(rank, size):
+    """Derived operations take an input with gaps and an output of another shape."""
+    group = Blocking(current_store(), rank, size)
+    outputs = [torch.zeros(6) for _ in range(size)]
+    group.gather(outputs if rank == 0 else None, torch.arange(6.0).view(2, 3).t() + rank, 0).wait()
+    group.shutdown()
+    return [output.tolist() for output in outputs]
+
+
+def test_derived_operations_copy_between_shapes() -> None:
+    values = [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    assert run_ranks(reshaped, 2)[0] == [values, [value + 1 for value in values]]
