@@ -40,7 +40,8 @@ class Operation:
 
     Attributes:
         name: of its user function, by which messages and capabilities call it.
-        methods: names of the method of a group, as ``torch.distributed.ProcessGroup`` has had it.
+        methods: names of the method of a group, as ``torch.distributed.ProcessGroup`` has had it; none where
+            torch has no such collective.
         output: what it writes; what it reads as well where it has no input.
         input: what it only reads.
         reduces: whether it computes.

@@ -24,7 +24,7 @@ __all__ = ["attach", "can_be_made"]
 _METHODS = {
     name: name
     for name in (
-        *(operation.methods[0] for operation in OPERATIONS),
+        *(name for operation in OPERATIONS for name in operation.methods[:1]),
         "_enable_collectives_timing", "_get_sequence_number_for_group", "_register_on_completion_hook",
         "_set_default_timeout", "_set_sequence_number_for_group", "_wait_for_pending_works", "abort",
         "all_gather_single_coalesced", "allgather_coalesced", "allocate_tensor", "end_coalescing",

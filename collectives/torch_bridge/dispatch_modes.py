@@ -89,7 +89,7 @@ def _work(result: Any) -> Any:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    **{operation.methods[0]: _base(*operation.methods) for operation in OPERATIONS},
+    **{one.methods[0]: _base(*one.methods) for one in OPERATIONS if one.methods},
     **{name: _base(name) for name in ("allgather_coalesced", "send", "recv")},
     # not by the base, whose C++ code looks for an override under a second name, too, and finds it
     "all_to_all_single": _all_to_all,

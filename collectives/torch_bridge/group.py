@@ -403,9 +403,10 @@ def _several(name: str, event: str) -> Callable[..., TorchWork]:
 
 
 for _operation in OPERATIONS:
-    _method = _collective(_operation)
-    for _name in _operation.methods:
-        setattr(TorchGroup, _name, _method)
+    if _operation.methods:
+        _method = _collective(_operation)
+        for _name in _operation.methods:
+            setattr(TorchGroup, _name, _method)
 for _names, _event in (
     (("allgather_coalesced",), "all_gather"),
     (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), "all_gather"),

@@ -160,27 +160,31 @@ def _take_operands(group: Membership, call: Call, outputs: Any, inputs: Any, roo
         return
     if operation.in_place:
         return
-    rank = group.rank()
     if operation.output is Operand.EACH:
         call.outputs = check.check_list(group, name, check.inner_list(outputs), "output list")
     if operation.input is Operand.EACH:
         call.inputs = check.check_list(group, name, check.inner_list(inputs), "input list")
-    if operation.output is Operand.ONE:
-        check.check_same_dtype(group, name, [call.output, *call.inputs], "output and inputs")
-        size = call.inputs[rank].numel()
-        check.check_numel(group, name, call.output, "output", size, f"the size of input {rank}")
-        check.check_even(group, name, call.inputs, "inputs")
-    elif operation.input is Operand.ONE:
-        check.check_same_dtype(group, name, [call.input, *call.outputs], "input and outputs")
-        own, size = call.outputs[rank], call.input.numel()
-        check.check_numel(group, name, own, f"output {rank}", size, "the size of this rank's input")
-        check.check_even(group, name, call.outputs, "outputs")
-    else:
-        all_of_them = [*call.inputs, *call.outputs]
-        check.check_same_dtype(group, name, all_of_them, "inputs and outputs")
-        own, size = call.outputs[rank], call.inputs[rank].numel()
-        check.check_numel(group, name, own, f"output {rank}", size, f"the size of input {rank}")
-        check.check_even(group, name, all_of_them, "inputs and outputs")
+    _check_sizes(group, call)
+
+
+def _check_sizes(group: Membership, call: Call) -> None:
+    """Checks an output and an input, each a single tensor or a list of one for each rank."""
+    operation, rank = call.operation, group.rank()
+    name = operation.name
+    output, own, because = "output", call.outputs[0], "the size of this rank's input"
+    single, lists = {"input": call.inputs, "output": call.outputs}, {}
+    size = call.inputs[0].numel()
+    if operation.input is Operand.EACH:
+        lists["inputs"] = single.pop("input")
+        size, because = call.inputs[rank].numel(), f"the size of input {rank}"
+    if operation.output is Operand.EACH:
+        lists["outputs"] = single.pop("output")
+        own, output = call.outputs[rank], f"output {rank}"
+    tensors = [tensor for operand in (single | lists).values() for tensor in operand]
+    check.check_same_dtype(group, name, tensors, " and ".join(single | lists))
+    check.check_numel(group, name, own, output, size, because)
+    listed = [tensor for operand in lists.values() for tensor in operand]
+    check.check_even(group, name, listed, " and ".join(lists))
 
 
 def _take_gathered(group: Membership, call: Call, output: Any, input: Any, *_: Any) -> None:
