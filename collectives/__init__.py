@@ -78,6 +78,7 @@ from collectives.api.p2p import (
 )
 from collectives.api.reductions import (
     all_reduce,
+    all_reduce_into_tensor,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
@@ -240,6 +241,7 @@ __all__ = [
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_into_tensor",
     "all_to_all",
     "all_to_all_single",
     "barrier",

@@ -15,13 +15,20 @@ from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group
 from collectives.core import sparse
 from collectives.core.arguments.validation import check_list, fail
-from collectives.core.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_TENSOR
+from collectives.core.operations import (
+    ALL_REDUCE,
+    ALL_REDUCE_INTO_TENSOR,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+)
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllreduceOptions, ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
 
 __all__ = [
     "all_reduce",
+    "all_reduce_into_tensor",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -85,6 +92,63 @@ def all_reduce(
             work = sparse.allreduce(target, tensor, AllreduceOptions(None, async_op, op))
         else:
             work = target.call(ALL_REDUCE, tensor, op=op, async_op=async_op)
+    return finish(work, async_op)
+
+
+@overload
+def all_reduce_into_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def all_reduce_into_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def all_reduce_into_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+def all_reduce_into_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces a tensor over all ranks into another one; bitwise the same on every rank.
+
+    Ranks may mix it with :func:`all_reduce`, which is the same with ``output`` for ``input``. ``host`` reads
+    and writes each tensor once; other backends copy first.
+
+    Args:
+        output: as many elements as ``input``, of the same data type; output, and may be ``input``.
+        input: same shape and data type on every rank; unchanged.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: the tensors differ in size, data type or device, or PREMUL_SUM has no factor.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            total = torch.empty(2)
+            collectives.all_reduce_into_tensor(total, torch.ones(2))  # [2.0, 2.0] on both
+    """
+    target = member_group(group, "all_reduce_into_tensor")
+    if target is None:
+        return None
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "all_reduce_into_tensor", op)
+    work = target.fast_collective(ALL_REDUCE.opcode, output, input, reduce_op=op.code, async_op=async_op)
+    if work is None:
+        work = target.call(ALL_REDUCE_INTO_TENSOR, output, input, op=op, async_op=async_op)
     return finish(work, async_op)
 
 

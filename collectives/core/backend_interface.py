@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collectives.core.arguments.staging import dense_outputs, write
+from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Call
 from collectives.core.work import CoalescedWork, FinishingWork, Work
@@ -237,6 +237,11 @@ class BackendInterface(Uncompiled, ABC):
             lambda: [self.issue(call.as_(ALL_REDUCE, [tensor])) for tensor in separate.stand_ins]
         )
         return separate.finish(work, call.async_op)
+
+    def _all_reduce_into_tensor(self, call: Call) -> Work:
+        """All-reduce of the output, into which the input is copied."""
+        write(call.output, dense(call.input))
+        return self.issue(call.as_(ALL_REDUCE, call.outputs))
 
     def _reduce(self, call: Call) -> Work:
         """All-reduce of a copy; the root keeps the result. As much traffic as an all-reduce."""

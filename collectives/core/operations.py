@@ -18,9 +18,9 @@ from collectives._native import COLLECTIVES
 from collectives.core.types import ReduceOp
 
 __all__ = [
-    "ALL_GATHER", "ALL_GATHER_INTO_TENSOR", "ALL_REDUCE", "ALL_REDUCE_COALESCED", "ALL_TO_ALL",
-    "ALL_TO_ALL_SINGLE", "BARRIER", "BROADCAST", "GATHER", "OPERATIONS", "REDUCE", "REDUCE_SCATTER",
-    "REDUCE_SCATTER_TENSOR", "SCATTER", "Call", "Operand", "Operation",
+    "ALL_GATHER", "ALL_GATHER_INTO_TENSOR", "ALL_REDUCE", "ALL_REDUCE_COALESCED", "ALL_REDUCE_INTO_TENSOR",
+    "ALL_TO_ALL", "ALL_TO_ALL_SINGLE", "BARRIER", "BROADCAST", "GATHER", "OPERATIONS", "REDUCE",
+    "REDUCE_SCATTER", "REDUCE_SCATTER_TENSOR", "SCATTER", "Call", "Operand", "Operation",
 ]  # fmt: skip
 
 
@@ -87,6 +87,9 @@ ALL_REDUCE_COALESCED = Operation(
     collective="all_reduce",
     offered_as="all_reduce",
 )
+ALL_REDUCE_INTO_TENSOR = Operation(
+    "all_reduce_into_tensor", (), _ONE, _ONE, reduces=True, collective="all_reduce"
+)
 BROADCAST = Operation("broadcast", ("broadcast",), _ONE, rooted=True, writes="others")
 REDUCE = Operation("reduce", ("reduce",), _ONE, reduces=True, rooted=True, writes="root")
 ALL_GATHER = Operation("all_gather", ("allgather",), _EACH, _ONE)
@@ -110,10 +113,7 @@ ALL_TO_ALL_SINGLE = Operation(
 )
 BARRIER = Operation("barrier", ("barrier",), Operand.NONE)
 
-OPERATIONS = (
-    ALL_REDUCE, ALL_REDUCE_COALESCED, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_INTO_TENSOR, GATHER, SCATTER,
-    REDUCE_SCATTER, REDUCE_SCATTER_TENSOR, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER,
-)  # fmt: skip
+OPERATIONS = tuple(value for value in list(globals().values()) if isinstance(value, Operation))
 """All collectives."""
 
 

@@ -58,6 +58,12 @@ def all_reduce(step: Step) -> tuple[Work | None, Expected]:
     return work, [(mine, [step.of(rank) for rank in range(step.size)], step.drawn.op)]
 
 
+def all_reduce_into_tensor(step: Step) -> tuple[Work | None, Expected]:
+    output = step.blank()
+    work = dist.all_reduce_into_tensor(output.tensor, step.given(), step.drawn.op, **step.about)
+    return work, [(output, [step.of(rank) for rank in range(step.size)], step.drawn.op)]
+
+
 def reduce(step: Step) -> tuple[Work | None, Expected]:
     mine = place(step.of(step.me), step.drawn.layouts[0])
     work = dist.reduce(mine.tensor, op=step.drawn.op, group_dst=step.drawn.root, **step.about)
@@ -154,8 +160,8 @@ def message(step: Step) -> tuple[Work | None, Expected]:
 OPERATIONS: dict[str, Callable[[Step], tuple[Work | None, Expected]]] = {
     function.__name__: function
     for function in (
-        all_reduce, reduce, reduce_scatter, reduce_scatter_tensor, broadcast, all_gather,
-        all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single, barrier,
+        all_reduce, all_reduce_into_tensor, reduce, reduce_scatter, reduce_scatter_tensor, broadcast,
+        all_gather, all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single, barrier,
     )
 } | {"send": message}  # fmt: skip
 

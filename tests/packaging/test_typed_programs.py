@@ -32,6 +32,7 @@ def every(tensor: torch.Tensor, rows: list[torch.Tensor], group: dist.ProcessGro
     assert_type(dist.all_reduce(tensor, async_op=False), None)
     assert_type(dist.all_reduce(tensor, dist.ReduceOp.MAX, group, True), Work)
     assert_type(dist.all_reduce(tensor, async_op=later), "Work | None")
+    assert_type(dist.all_reduce_into_tensor(tensor, tensor, async_op=True), Work)
     assert_type(dist.broadcast(tensor, 0, async_op=True), Work)
     assert_type(dist.reduce(tensor, 0, async_op=True, group_dst=None), Work)
     assert_type(dist.all_gather(rows, tensor, async_op=True), Work)
