@@ -23,7 +23,7 @@ from collectives.core.operations import (
     REDUCE_SCATTER_TENSOR,
 )
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllreduceOptions, ReduceOp
+from collectives.core.types import ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
 
 __all__ = [
@@ -89,7 +89,7 @@ def all_reduce(
     work = target.fast_collective(ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
-            work = sparse.allreduce(target, tensor, AllreduceOptions(None, async_op, op))
+            work = sparse.allreduce(target, tensor, op, async_op=async_op)
         else:
             work = target.call(ALL_REDUCE, tensor, op=op, async_op=async_op)
     return finish(work, async_op)

@@ -7,11 +7,13 @@ what has the same index, in rank order, so that every rank gets the same bits.
 from __future__ import annotations
 
 import zlib
+from datetime import timedelta
 
 import torch
 
+from collectives.core.operations import ALL_GATHER, ALL_GATHER_INTO_TENSOR
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, AllreduceOptions, ReduceOp
+from collectives.core.types import ReduceOp
 from collectives.core.work import CoalescedWork, FinishingWork, Work
 from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
 
@@ -21,27 +23,33 @@ _MOST_DIMENSIONS = 12
 """What the ranks compare has the same length for tensors of any shape."""
 
 
-def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptions) -> Work:
+def allreduce(
+    group: ProcessGroup,
+    tensor: torch.Tensor,
+    op: ReduceOp,
+    timeout: timedelta | None = None,
+    async_op: bool = True,
+) -> Work:
     """Adds up a sparse tensor over all ranks, in place; afterwards it is coalesced.
 
-    Blocks until all ranks have exchanged their numbers of rows; what follows is asynchronous where the
-    options say so.
+    Blocks until all ranks have exchanged their numbers of rows; with ``async_op`` not for what follows.
 
     Args:
         group: the group; it gathers.
         tensor: tensor of layout ``torch.sparse_coo`` of the same shape, sparse dimensions and data type on
             every rank.
-        options: the record of the all-reduce.
+        op: the reduction.
+        timeout: time limit of each step; ``None`` for the group's.
+        async_op: whether to return before it is done.
 
     Raises:
         UnsupportedOperationError: another reduction than SUM, or a tensor of too many dimensions.
         CollectiveMismatchError: the ranks' tensors differ; nothing was changed.
     """
     who = f"[rank {group.rank()}] all_reduce on {group.describe()}"
-    if options.reduceOp.code != ReduceOp.SUM.code:
+    if op.code != ReduceOp.SUM.code:
         raise UnsupportedOperationError(
-            f"{who}: sparse tensors can only be added up, but the reduction is {options.reduceOp.name}; "
-            "densify it first"
+            f"{who}: sparse tensors can only be added up, but the reduction is {op.name}; densify it first"
         )
     if tensor.dim() > _MOST_DIMENSIONS:
         raise UnsupportedOperationError(
@@ -49,14 +57,13 @@ def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptio
             f"{tensor.dim()}; densify it first"
         )
     mine = tensor.detach().coalesce()
-    counts = _agree(group, mine, options, who)
+    counts = _agree(group, mine, timeout, who)
     rows, width, dense = mine.indices().t().contiguous(), mine.sparse_dim(), mine.values().shape[1:]
     indices = [torch.empty((count, width), dtype=rows.dtype, device=tensor.device) for count in counts]
     values = [torch.empty((count, *dense), dtype=mine.dtype, device=tensor.device) for count in counts]
-    gather = AllgatherOptions(options.timeout)
     works = [
-        group.allgather([indices], [rows], gather),
-        group.allgather([values], [mine.values().contiguous()], gather),
+        group.call(ALL_GATHER, indices, rows, timeout=timeout),
+        group.call(ALL_GATHER, values, mine.values().contiguous(), timeout=timeout),
     ]
 
     def add_up() -> None:
@@ -69,19 +76,19 @@ def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptio
         with torch.no_grad():
             tensor.copy_(total.to(tensor.dtype))
 
-    work = FinishingWork(CoalescedWork(works), add_up, [tensor], options.asyncOp)
-    if not options.asyncOp:
+    work = FinishingWork(CoalescedWork(works), add_up, [tensor], async_op)
+    if not async_op:
         work.wait()
     return work
 
 
-def _agree(group: ProcessGroup, mine: torch.Tensor, options: AllreduceOptions, who: str) -> list[int]:
+def _agree(group: ProcessGroup, mine: torch.Tensor, timeout: timedelta | None, who: str) -> list[int]:
     """Compares the ranks' tensors; returns the number of rows of each."""
     shape = list(mine.shape) + [-1] * (_MOST_DIMENSIONS - mine.dim())
     layout = [mine.sparse_dim(), zlib.crc32(str(mine.dtype).encode()), *shape]
     own = torch.tensor([mine._nnz(), *layout], dtype=torch.int64, device=mine.device)
     table = torch.empty((group.size(), len(own)), dtype=torch.int64, device=mine.device)
-    group.all_gather_single(table, own, AllgatherOptions(options.timeout, asyncOp=False)).wait()
+    group.call(ALL_GATHER_INTO_TENSOR, table, own, timeout=timeout, async_op=False).wait()
     ranks = group.to_host(table).tolist()
     different = [rank for rank, row in enumerate(ranks) if row[1:] != layout]
     if different:

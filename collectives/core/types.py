@@ -120,12 +120,12 @@ class ReduceOp:
         if type(op) is cls:
             return op
         if isinstance(op, _torch_distributed.ReduceOp.RedOpType):
-            return _BY_NAME[op.name]
+            return _OF_TORCH[op]
         if isinstance(op, _torch_distributed.ReduceOp):
-            kind, supplement = op.__getstate__()  # type: ignore[attr-defined]
-            if supplement is None:
-                return _BY_NAME[kind.name]
-            return make_premul_sum(supplement)
+            kind: Any = op.op  # type: ignore[attr-defined]
+            if kind == _PREMUL_SUM and (factor := op.__getstate__()[1]) is not None:  # type: ignore[attr-defined]
+                return make_premul_sum(factor)
+            return _OF_TORCH[kind]
         raise TypeError(
             f"op must be a ReduceOp, such as ReduceOp.SUM, but is {op!r} of type {type(op).__name__}"
         )
@@ -154,6 +154,10 @@ _CODES = {
     "SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4, "BAND": 5, "BOR": 6, "BXOR": 7, "PREMUL_SUM": 8,
 }  # fmt: skip
 _BY_NAME = {name: ReduceOp(name) for name in _CODES}
+_OF_TORCH: dict[Any, ReduceOp] = {
+    getattr(_torch_distributed.ReduceOp.RedOpType, name): op for name, op in _BY_NAME.items()
+}
+_PREMUL_SUM = _torch_distributed.ReduceOp.RedOpType.PREMUL_SUM
 for _name, _op in _BY_NAME.items():
     setattr(ReduceOp, _name, _op)
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 - a name of a type, for type checkers

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 from torch.utils import _python_dispatch as dispatch
 
-from collectives.core.arguments.option_records import reduce_op_code
+from collectives.core.arguments.option_records import REDUCE_OP_CODES
 from collectives.core.operations import OPERATIONS
 from collectives.torch_bridge.work import TorchWork
 
@@ -145,4 +145,4 @@ def keep_work(work: Any) -> Any:
 def _plain(options: Any) -> bool:
     """Returns whether an option record is one of torch's, and its reduction one that an operator takes."""
     op = getattr(options, "reduceOp", None)
-    return type(options).__module__.startswith("torch.") and (op is None or reduce_op_code(op) is not None)
+    return type(options).__module__.startswith("torch.") and (op is None or hash(op) in REDUCE_OP_CODES)

@@ -28,7 +28,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import profiling
-from collectives.core.arguments.option_records import REDUCE_OP_CODES, record
+from collectives.core.arguments.calls import overload_arguments
+from collectives.core.arguments.option_records import REDUCE_OP_CODES, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.operations import (
     ALL_GATHER,
@@ -48,7 +49,6 @@ from collectives.core.operations import (
     Operand,
     Operation,
 )
-from collectives.core.types import GatherOptions
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
@@ -286,9 +286,9 @@ class TorchGroup(TorchGroupBase):
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
-        options = record(opts) or GatherOptions()
-        if self.rank() != options.rootRank:
-            return self._issue("gather", input, self.inner.gather, None, input, options)
+        about = overload_arguments(GATHER, opts)
+        if self.rank() != about["root"]:
+            return self._issue("gather", input, self.inner.call, GATHER, None, input, **about)
         if output.numel() != input.numel() * self.size():
             raise ValueError(
                 f"[rank {self.rank()}] gather_single on {self!r}: output has {output.numel()} elements, but "
@@ -297,10 +297,11 @@ class TorchGroup(TorchGroupBase):
         outputs = dense_outputs([output])
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
 
-        def gather(input: torch.Tensor, options: GatherOptions) -> Work:
-            return outputs.finish(self.inner.gather(parts, input, options), options.asyncOp)
+        def gather(input: torch.Tensor) -> Work:
+            work = self.inner.call(GATHER, parts, input, **about)
+            return outputs.finish(work, about.get("async_op", True))
 
-        return self._issue("gather", input, gather, input, options)
+        return self._issue("gather", input, gather, input)
 
     gather_into_tensor = gather_single
 
@@ -310,7 +311,7 @@ class TorchGroup(TorchGroupBase):
 
     def monitoredBarrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """Same as :meth:`monitored_barrier`, with the time limit in a record."""
-        self.inner.monitored_barrier(None if opts is None else record(opts).timeout, wait_all_ranks)
+        self.inner.monitored_barrier(None if opts is None else time_limit_of(opts), wait_all_ranks)
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""

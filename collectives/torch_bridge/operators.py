@@ -19,7 +19,6 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
-from collectives.core.arguments.option_records import reduction
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
@@ -47,7 +46,7 @@ def _op(script: Any) -> ours.ReduceOp:
             "PREMUL_SUM cannot be called through the torch.ops.c10d operators, which hide its factor; "
             "use the functions of torch.distributed"
         )
-    return reduction(kind)
+    return ours.ReduceOp.of(kind)
 
 
 _OPERATORS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -13,12 +12,17 @@ import torch
 
 from collectives.core import sparse
 from collectives.core.arguments.calls import overload_arguments
-from collectives.core.arguments.option_records import reduction
 from collectives.core.arguments.staging import write
 from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
-from collectives.core.operations import ALL_GATHER, ALL_REDUCE, BROADCAST, Operation
+from collectives.core.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    BROADCAST,
+    Operation,
+)
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOp
+from collectives.core.types import ReduceOp
 from collectives.core.work import FinishingWork, Work
 from collectives.errors import UnsupportedOperationError
 
@@ -36,130 +40,112 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: AllreduceOptions) -> Work:
-    """Reduces all tensors of all ranks to one, which each of them then holds.
+def _all_reduce(
+    group: ProcessGroup,
+    tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
+    *,
+    op: Any = None,
+    tensor: Any = None,
+) -> Work:
+    """Reduces all tensors of all ranks to one, which each of them then holds; they are all sparse, or none.
 
-    Args:
-        group: the group.
-        tensors: two or more tensors of one shape and data type, the same on every rank; all sparse, or none.
-        options: the record of the all-reduce.
-
-    Returns:
-        Work whose result is the tensors.
-
-    Raises:
-        ValueError: the tensors differ in shape, data type or layout, or share memory.
-        UnsupportedOperationError: AVG and PREMUL_SUM, whose meaning would depend on the number of tensors.
+    The meaning of AVG and PREMUL_SUM would depend on the number of tensors.
     """
+    about = overload_arguments(ALL_REDUCE, opts, op, timeout=timeout)
+    reduction = ReduceOp.SUM if about["op"] is None else ReduceOp.of(about["op"])
+    asynchronous = about.get("async_op", True)
+    tensors = tensor if tensors is None else tensors
+    tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    if len(tensors) == 1:
+        return sparse.allreduce(group, tensors[0], reduction, about["timeout"], asynchronous)
     layouts = {isinstance(tensor, torch.Tensor) and tensor.is_sparse for tensor in tensors}
     if True in layouts and (False in layouts or len({id(tensor) for tensor in tensors}) < len(tensors)):
-        fail(
-            group,
-            "all_reduce",
-            "tensors of one call must be all sparse, or none, and must not share memory",
-        )
+        reason = "tensors of one call must be all sparse, or none, and must not share memory"
+        fail(group, "all_reduce", reason)
     _check_alike(group, "all_reduce", tensors, dense=True not in layouts)
-    combine = _COMBINE.get(options.reduceOp.name)
+    combine = _COMBINE.get(reduction.name)
     if combine is None:
-        fail(
-            group,
-            "all_reduce",
-            f"{options.reduceOp.name} takes one tensor in a call, but there are {len(tensors)}",
-            UnsupportedOperationError,
-        )
+        reason = f"{reduction.name} takes one tensor in a call, but there are {len(tensors)}"
+        fail(group, "all_reduce", reason, UnsupportedOperationError)
     if True in layouts:
         total = functools.reduce(torch.add, [tensor.detach() for tensor in tensors])
-        work = sparse.allreduce(group, total, options)
+        work = sparse.allreduce(group, total, reduction, about["timeout"], asynchronous)
 
         def hand_out_sparse() -> None:
             for tensor in tensors:
                 with torch.no_grad():
                     tensor.copy_(total)
 
-        return FinishingWork(work, hand_out_sparse, tensors, options.asyncOp)
+        return FinishingWork(work, hand_out_sparse, tensors, asynchronous)
     check_outputs(group, "all_reduce", tensors)
     # As in the kernels: ranks add up accumulators, which are rounded once, where they are written.
     wide = _accumulator(tensors[0].dtype)
     total = functools.reduce(combine, [tensor.detach().to(wide) for tensor in tensors])
-
-    def hand_out() -> None:
-        for tensor in tensors:
-            write(tensor, total)
-
-    return FinishingWork(group.allreduce([total], options), hand_out, tensors, options.asyncOp)
+    return FinishingWork(
+        group.call(ALL_REDUCE, total, **about), partial(_hand_out, tensors, total), tensors, asynchronous
+    )
 
 
-def broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: BroadcastOptions) -> Work:
-    """Copies one of the root's tensors, ``options.rootTensor``, to all tensors of all ranks.
+def _hand_out(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor is not values:
+            write(tensor, values)
 
-    Args:
-        group: the group.
-        tensors: two or more dense tensors of one shape and data type, the same on every rank.
-        options: the record of the broadcast.
 
-    Returns:
-        Work whose result is the tensors.
-
-    Raises:
-        ValueError: the tensors differ in shape or data type, or share memory, or the root has no such tensor.
-    """
+def _broadcast(
+    group: ProcessGroup,
+    tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
+    *,
+    root: int | None = None,
+    tensor: Any = None,
+) -> Work:
+    """Copies one of the root's tensors to all tensors of all ranks."""
+    about = overload_arguments(BROADCAST, opts, root=root, timeout=timeout)
+    tensors = tensor if tensors is None else tensors
     _check_alike(group, "broadcast", tensors)
     check_outputs(group, "broadcast", tensors)
-    if not 0 <= options.rootTensor < len(tensors):
-        fail(group, "broadcast", f"rootTensor is {options.rootTensor}, but there are {len(tensors)} tensors")
-    chosen = tensors[options.rootTensor]
-
-    def hand_out() -> None:
-        for tensor in tensors:
-            if tensor is not chosen:
-                write(tensor, chosen)
-
-    work = group.broadcast([chosen], dataclasses.replace(options, rootTensor=0))
-    return FinishingWork(work, hand_out, tensors, options.asyncOp)
+    place = about.pop("root_tensor", 0)
+    if not 0 <= place < len(tensors):
+        fail(group, "broadcast", f"rootTensor is {place}, but there are {len(tensors)} tensors")
+    work = group.call(BROADCAST, tensors[place], **about)
+    return FinishingWork(
+        work, partial(_hand_out, tensors, tensors[place]), tensors, about.get("async_op", True)
+    )
 
 
-def allgather(
+def _all_gather(
     group: ProcessGroup,
-    outputs: Sequence[Sequence[torch.Tensor]],
-    inputs: Sequence[torch.Tensor],
-    options: AllgatherOptions,
+    output_tensors: Any,
+    input_tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
 ) -> Work:
-    """Gathers all tensors of all ranks, by ranks, in each of the output lists.
-
-    Args:
-        group: the group.
-        outputs: as many lists as inputs, each with a tensor for every input of every rank.
-        inputs: two or more dense tensors of one shape and data type, the same on every rank.
-        options: the record of the all-gather.
-
-    Returns:
-        Work whose result is the output lists.
-
-    Raises:
-        ValueError: the tensors differ in shape or data type, outputs share memory, or there are too many or
-            too few.
-    """
-    wanted = len(inputs) * group.size()
-    if len(outputs) != len(inputs) or any(len(entry) != wanted for entry in outputs):
-        fail(
-            group,
-            "all_gather",
-            f"output needs {len(inputs)} lists of {wanted} tensors, as there are {len(inputs)} inputs and "
-            f"{group.size()} ranks",
+    """Gathers all tensors of all ranks, by ranks, in each of as many lists as there are inputs."""
+    about = overload_arguments(ALL_GATHER, opts, timeout=timeout)
+    wanted = len(input_tensors) * group.size()
+    if len(output_tensors) != len(input_tensors) or any(len(entry) != wanted for entry in output_tensors):
+        reason = (
+            f"output needs {len(input_tensors)} lists of {wanted} tensors, as there are {len(input_tensors)} "
+            f"inputs and {group.size()} ranks"
         )
-    flat = [tensor for entry in outputs for tensor in entry]
-    _check_alike(group, "all_gather", [*inputs, *flat])
+        fail(group, "all_gather", reason)
+    flat = [tensor for entry in output_tensors for tensor in entry]
+    _check_alike(group, "all_gather", [*input_tensors, *flat])
     check_outputs(group, "all_gather", flat)
-    mine = torch.stack([tensor.detach() for tensor in inputs])
+    mine = torch.stack([tensor.detach() for tensor in input_tensors])
     gathered = mine.new_empty((wanted, *mine.shape[1:]))
 
     def hand_out() -> None:
-        for entry in outputs:
+        for entry in output_tensors:
             for tensor, values in zip(entry, gathered, strict=True):
                 write(tensor, values)
 
-    work = group.all_gather_single(gathered, mine, options)
-    return _GatheredLists(work, hand_out, outputs, options.asyncOp)
+    work = group.call(ALL_GATHER_INTO_TENSOR, gathered, mine, **about)
+    return _GatheredLists(work, hand_out, output_tensors, about.get("async_op", True))
 
 
 class _GatheredLists(FinishingWork):
@@ -187,59 +173,12 @@ def _check_alike(
         if dense:
             check_tensor(group, operation, tensor, f"tensors[{place}]")
         if tensor.shape != tensors[0].shape:
-            fail(
-                group,
-                operation,
+            reason = (
                 f"tensors of one call must have one shape, but entry 0 has {list(tensors[0].shape)} and "
-                f"entry {place} {list(tensor.shape)}",
+                f"entry {place} {list(tensor.shape)}"
             )
+            fail(group, operation, reason)
     check_same_dtype(group, operation, tensors, "tensors of one call")
-
-
-def _all_reduce(
-    group: ProcessGroup,
-    tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-    *,
-    op: Any = None,
-    tensor: Any = None,
-) -> Work:
-    about = overload_arguments(ALL_REDUCE, opts, op, timeout=timeout)
-    reduced = ReduceOp.SUM if about["op"] is None else reduction(about["op"])
-    options = AllreduceOptions(about["timeout"], about.get("async_op", True), reduced)
-    given = tensor if tensors is None else tensors
-    if isinstance(given, (list, tuple)) and len(given) > 1:
-        return allreduce(group, given, options)
-    return sparse.allreduce(group, given[0] if isinstance(given, (list, tuple)) else given, options)
-
-
-def _broadcast(
-    group: ProcessGroup,
-    tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-    *,
-    root: int | None = None,
-    tensor: Any = None,
-) -> Work:
-    about = overload_arguments(BROADCAST, opts, root=root, timeout=timeout)
-    options = BroadcastOptions(
-        about["timeout"], about.get("async_op", True), about["root"], about.get("root_tensor", 0)
-    )
-    return broadcast(group, tensor if tensors is None else tensors, options)
-
-
-def _all_gather(
-    group: ProcessGroup,
-    output_tensors: Any,
-    input_tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-) -> Work:
-    about = overload_arguments(ALL_GATHER, opts, timeout=timeout)
-    options = AllgatherOptions(about["timeout"], about.get("async_op", True))
-    return allgather(group, output_tensors, input_tensors, options)
 
 
 _METHODS: dict[Operation, tuple[int, tuple[str, ...], Callable[..., Work]]] = {

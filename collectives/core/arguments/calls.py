@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collectives.core.arguments import validation as check
-from collectives.core.arguments.option_records import record
+from collectives.core.arguments.option_records import time_limit_of
 from collectives.core.membership import Membership
 from collectives.core.operations import (
     ALL_REDUCE_COALESCED,
@@ -21,7 +21,7 @@ from collectives.core.operations import (
     Operand,
     Operation,
 )
-from collectives.core.types import Options, ReduceOp
+from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
 
 __all__ = [
@@ -53,11 +53,15 @@ def overload_arguments(
         root: the root, for the form without a record.
         timeout: the time limit, for the form without a record.
     """
-    if opts is not None and isinstance(opts := record(opts), Options):
+    if hasattr(opts, "asyncOp"):
+        if getattr(opts, "sparseIndices", None) is not None:
+            raise UnsupportedOperationError(
+                "all_reduce: sparseIndices of the option record are not taken; give the sparse tensor itself"
+            )
         return {
             "op": getattr(opts, "reduceOp", None),
             "root": getattr(opts, "rootRank", 0),
-            "timeout": opts.timeout,
+            "timeout": time_limit_of(opts),
             "async_op": opts.asyncOp,
             "root_tensor": getattr(opts, "rootTensor", 0),
             "device": _device(opts) if operation is BARRIER else None,
