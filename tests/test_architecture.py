@@ -144,11 +144,20 @@ def all_imports() -> tuple[Import, ...]:
 @functools.cache
 def names_of_the_root() -> dict[str, str]:
     """Returns the module that defines each name of the package's root."""
-    return {
-        str(one.name): one.module
-        for one in all_imports()
-        if one.importer == "collectives" and one.module.startswith("collectives.")
-    }
+    found = {}
+    for one in all_imports():
+        if one.importer == "collectives" and one.module.startswith("collectives."):
+            names = listed_in(one.module) if one.name == "*" else [str(one.name)]
+            found |= dict.fromkeys(names, one.module)
+    return found
+
+
+def listed_in(module: str) -> list[str]:
+    """Returns the names in the ``__all__`` of a module."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
 
 
 def target(one: Import) -> str | None:

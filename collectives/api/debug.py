@@ -30,7 +30,6 @@ from collectives.time_limits import time_limit
 
 __all__ = [
     "DebugLevel",
-    "Debugger",
     "breakpoint",
     "dump_flight_record",
     "flight_record",

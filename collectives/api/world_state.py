@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from collectives.store.joining.standby import Standby
 
 __all__ = [
-    "Group",
     "GroupMember",
-    "GroupRecord",
-    "World",
     "get_backend",
     "get_backend_config",
     "get_global_rank",

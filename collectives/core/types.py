@@ -30,7 +30,6 @@ __all__ = [
     "ScatterOptions",
     "default_pg_timeout",
     "make_premul_sum",
-    "nanoseconds",
 ]
 
 GroupName = NewType("GroupName", str)
