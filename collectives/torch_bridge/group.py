@@ -17,44 +17,42 @@ raises, instead of answering without having communicated.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import profiling
 from collectives.core.arguments.calls import overload_arguments
-from collectives.core.arguments.option_records import REDUCE_OP_CODES, time_limit_of
+from collectives.core.arguments.option_records import REDUCE_OP_CODES, GeneralOptions, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.operations import (
-    ALL_GATHER,
-    ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
     ALL_TO_ALL,
     ALL_TO_ALL_SINGLE,
     BARRIER,
-    BROADCAST,
     GATHER,
     OPERATIONS,
-    REDUCE,
     REDUCE_SCATTER,
-    REDUCE_SCATTER_TENSOR,
     SCATTER,
     Operand,
     Operation,
 )
+from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
+from collectives.registry.backends import why_unavailable
 from collectives.torch_bridge import dispatch_modes, several_tensors
-from collectives.torch_bridge.group_base import TorchGroupBase, why_not_served
-from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork
+from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork, _Group
 
 __all__ = ["TorchGroup"]
 
@@ -65,20 +63,17 @@ _HAS_INDICES = hasattr(c10d.AllreduceOptions, "sparseIndices")  # since torch 2.
 
 _profiler: Any = torch.autograd.profiler
 
-_RECORDS: dict[Operation, Any] = {
-    ALL_REDUCE: c10d.AllreduceOptions,
-    ALL_REDUCE_COALESCED: c10d.AllreduceCoalescedOptions,
-    BROADCAST: c10d.BroadcastOptions,
-    REDUCE: c10d.ReduceOptions,
-    ALL_GATHER: c10d.AllgatherOptions,
-    ALL_GATHER_INTO_TENSOR: c10d.AllgatherOptions,
-    GATHER: c10d.GatherOptions,
-    SCATTER: c10d.ScatterOptions,
-    REDUCE_SCATTER: c10d.ReduceScatterOptions,
-    REDUCE_SCATTER_TENSOR: c10d.ReduceScatterOptions,
-    ALL_TO_ALL: c10d.AllToAllOptions,
-    ALL_TO_ALL_SINGLE: c10d.AllToAllOptions,
-    BARRIER: c10d.BarrierOptions,
+_RECORDS: dict[str, Any] = {
+    "all_reduce": c10d.AllreduceOptions,
+    "all_reduce_coalesced": c10d.AllreduceCoalescedOptions,
+    "broadcast": c10d.BroadcastOptions,
+    "reduce": c10d.ReduceOptions,
+    "all_gather": c10d.AllgatherOptions,
+    "gather": c10d.GatherOptions,
+    "scatter": c10d.ScatterOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+    "all_to_all": c10d.AllToAllOptions,
+    "barrier": c10d.BarrierOptions,
 }
 """torch's option record of each collective."""
 
@@ -127,14 +122,222 @@ def _wait_for(values: Any, kind: type[Any]) -> tuple[Any, bool]:
     return type(values)(value for value, _ in entries), True
 
 
-class TorchGroup(TorchGroupBase):
+class TorchGroup(_Group):
     """One of our groups in the form of torch's.
 
     Methods have the names, overloads and meanings of ``torch.distributed.ProcessGroup`` and ``Backend``.
     Those of the operations are described in :class:`collectives.ProcessGroup`. Option records and reductions
-    may be torch's or ours. Arguments are those of
-    :class:`~collectives.torch_bridge.group_base.TorchGroupBase`.
+    may be torch's or ours.
+
+    Attributes:
+        make_part: makes a group of some of the ranks; ``None`` where torch did not make this one.
+        owns_inner: whether the end of this group is that of ``inner``.
+
+    Args:
+        inner: the group that communicates.
+        backend_name: name under which torch knows the backend.
+        name: name of the group in torch.
+        ended: called once, when the group was shut down, aborted or collected.
     """
+
+    # What the object that serves a device offers beyond the operations.
+    supports_splitting = True
+    supports_time_estimate = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+
+    def __init__(
+        self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self._backend_name = backend_name
+        self._torch_name = name
+        self._torch_desc = inner.group_desc
+        self.make_part: Callable[..., Any] | None = None
+        self.owns_inner = True
+        self._parts = itertools.count(1)
+        self._issued = itertools.count(1)
+        self._sequence = 0
+        self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
+        self._ended = weakref.finalize(self, ended)
+        self._ended.atexit = False
+
+    # ---- identity ------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Returns this process's rank within the group."""
+        return self.inner.rank()
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self.inner.size()
+
+    def name(self) -> str:
+        """Returns the name of the backend in torch."""
+        return self._backend_name
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        """Returns the name of the group, unique in the job."""
+        return self._torch_name
+
+    def setGroupName(self, name: str) -> None:
+        """Sets the name of the group."""
+        self._torch_name = name
+
+    def getGroupDesc(self) -> str:
+        """Returns the text that describes the group."""
+        return self._torch_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Sets the text that describes the group."""
+        self._torch_desc = desc
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName, doc="Name of the group, unique in the job.")
+    group_desc = property(getGroupDesc, doc="Text that describes the group.")
+
+    def get_group_store(self) -> Any:
+        """Returns the store that the group was made with."""
+        return self.inner.get_group_store()
+
+    def __repr__(self) -> str:
+        return f"<{self._backend_name} group {self._torch_name!r}: {self.inner!r}>"
+
+    # ---- the object that serves a device -------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in sorted(self.inner.capabilities.devices)]
+
+    def _get_backend(self, device: torch.device | str) -> TorchGroup:
+        kind = torch.device(device).type
+        if kind not in self.inner.capabilities.devices:
+            # RuntimeError, because callers in torch ask with it whether a device is served
+            raise RuntimeError(
+                f"No backend type associated with device type {kind}: {self!r} serves "
+                f"{', '.join(sorted(self.inner.capabilities.devices))}{why_not_served(kind)}"
+            )
+        return self
+
+    get_backend = _get_backend
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether a batch of sends and receives comes as a block, as NCCL needs it, and returns one Work."""
+        return self.inner.needs_batches
+
+    @property
+    def options(self) -> Any:
+        """A ``Backend.Options`` record of the group."""
+        options = GeneralOptions(self._backend_name, self.inner.timeout)
+        options.group_name = self._torch_name  # type: ignore[assignment]
+        return options
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Binds the group to a device, where NCCL connects all ranks at once.
+
+        Called by torch on all ranks of a group with a ``device_id``; may block until all have called.
+
+        Args:
+            device: the device, with an index.
+        """
+        self.inner._bind_device(device)
+        self.bound_device_id = device
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,  # noqa: ARG002 - of one group for all of them
+    ) -> Any:
+        """Makes groups of some ranks each; called by all ranks, and blocks until those of the part have come.
+
+        The part serves the same device types. Where the group is bound to a CUDA device, its connections are
+        split off this group's.
+
+        Args:
+            ranks: ranks, within this group, of the part that this one joins, or of any where it joins none.
+            timeout: time limit of the part's operations; ``None`` for that of this group.
+            opts: options of the backend; ``None`` or torch's general record for those of this group.
+            group_name: name of the part, not used before; ``None`` makes one.
+            group_desc: free text, which messages show.
+            device_types: not looked at.
+
+        Returns:
+            The part, ``None`` on a rank that is not in it.
+
+        Raises:
+            ValueError: ``ranks`` are not different ranks of this group.
+        """
+        number = next(self._parts)
+        if self.make_part is None:
+            self._refuse("split_group", "make sub-groups with torch.distributed.new_group")
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
+            raise ValueError(
+                f"[rank {self.rank()}] split_group on {self!r}: ranks must be different ones from 0 to "
+                f"{self.size() - 1}, but are {list(ranks)}"
+            )
+        name = group_name or f"{self._torch_name}:split{number}:{'_'.join(map(str, ranks))}"
+        part = self.make_part(self, ranks, timeout, opts, name)
+        if part is not None and group_desc is not None:
+            part.setGroupDesc(group_desc)
+        return part
+
+    def supports_tensor_alloc(self, device: Any) -> bool:  # noqa: ARG002
+        """Returns ``False``: tensors of any allocator are taken."""
+        return False
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        self.inner.set_timeout(timeout)
+
+    setTimeout = _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Breaks the group at once: waiting operations raise."""
+        try:
+            self.inner.abort()
+        finally:
+            self._ended()
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then frees the resources that are this group's own."""
+        try:
+            if self.owns_inner:
+                self.inner.shutdown()
+        finally:
+            self._ended()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Returns how many operations this rank has issued; called by torch on one rank or all."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Starts to count operations anew; called by torch on all ranks after it has made a group."""
+        self._issued = itertools.count(1)
+        self._sequence = 0
+
+    getSequenceNumberForGroup = _get_sequence_number_for_group
+    setSequenceNumberForGroup = _set_sequence_number_for_group
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Returns at once: torch asks for it where completion hooks are registered, and none can be."""
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise UnsupportedOperationError(f"[rank {self.rank()}] {self!r} does not offer {what}; {instead}")
 
     # ---- issuing -------------------------------------------------------------------------------------------
 
@@ -329,10 +532,39 @@ class TorchGroup(TorchGroupBase):
     recvAnysource = recv_anysource
 
 
+_HOOKS = "use torch.profiler, which records every operation"
+_NOT_OFFERED = {
+    "_register_on_completion_hook": "use Work.get_future().then(...) of each operation",
+    "_enable_collectives_timing": _HOOKS,
+    "register_pre_hook": _HOOKS,
+    "register_post_hook": _HOOKS,
+    "reconfigure": "initialize again with the ranks that are left",
+    "get_reconfigure_handle": "initialize again with the ranks that are left",
+    "shrink": "make a group of the ranks that are left with torch.distributed.new_group",
+    "new_window": "use send and recv",
+    "allocate_tensor": "make the tensor as any other",
+    "merge_remote_group": "initialize again with all ranks",
+    "mergeRemoteGroup": "initialize again with all ranks",
+    "splitGroup": "call split_group from Python",  # C++ would get a group that communicates with nobody
+}
+"""Methods of torch's groups that raise here, and what to do instead."""
+
+
+def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises."""
+
+    def method(self: TorchGroup, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001 - as torch has it
+        self._refuse(name, instead)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"Raises; {instead}."
+    return method
+
+
 def _collective(operation: Operation) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for a collective."""
     name, event, opcode = operation.methods[0], operation.collective, operation.opcode
-    kind, reduces, rooted = _RECORDS[operation], operation.reduces, operation.rooted
+    kind, reduces, rooted = _RECORDS.get(operation.name, _RECORDS[event]), operation.reduces, operation.rooted
     operands = 0 if operation is BARRIER else 1 if operation.in_place else 2
     two = operands == 2
     place = 4 if operation is ALL_TO_ALL_SINGLE else operands
@@ -415,4 +647,16 @@ for _names, _event in (
 ):
     for _name in _names:
         setattr(TorchGroup, _name, _several(_names[0], _event))
+for _name, _instead in _NOT_OFFERED.items():
+    setattr(TorchGroup, _name, _refusal(_name, _instead))
 leave_uncompiled(TorchGroup)
+
+
+def why_not_served(device: str) -> str:
+    """Returns what to say about tensors on a device that is not served."""
+    if device != "cuda":
+        return ""
+    reason = why_unavailable("nccl")
+    return "; CUDA tensors need the nccl backend" + (
+        f", which cannot be used here: {reason}" if reason else ""
+    )

@@ -19,6 +19,7 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
+from collectives.core.operations import BARRIER, OPERATIONS
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
@@ -50,22 +51,11 @@ def _op(script: Any) -> ours.ReduceOp:
 
 
 _OPERATORS = {
-    "allreduce_": "allreduce",
-    "allreduce_coalesced_": "allreduce_coalesced",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "allgather",
-    "_allgather_base_": "all_gather_single",
+    **{f"{one.methods[-1]}_": one.methods[0] for one in OPERATIONS if one.methods and one is not BARRIER},
+    "barrier": "barrier",
     "allgather_coalesced_": "allgather_coalesced",
     "allgather_into_tensor_coalesced_": "all_gather_single_coalesced",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_single_coalesced",
-    "alltoall_": "alltoall",
-    "alltoall_base_": "all_to_all_single",
-    "barrier": "barrier",
     "monitored_barrier_": "monitored_barrier",
     "send": "send",
     "recv_": "recv",
