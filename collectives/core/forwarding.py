@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -44,6 +45,15 @@ class _CheckedCopy(HostCopy):
         values = self._inner.result()
         self._group._raise_failure()
         return values
+
+
+def _on_each(name: str) -> Any:
+    """Returns a method that calls that of every inner group; raises the first error after the last call."""
+
+    def method(self: ForwardingGroup, *args: Any) -> None:
+        self._each(lambda group: getattr(group, name)(*args))
+
+    return method
 
 
 class ForwardingGroup(ProcessGroup):
@@ -85,10 +95,15 @@ class ForwardingGroup(ProcessGroup):
         """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
         return _CheckedCopy(self._group_for(tensor).to_host_later(tensor), self)
 
-    def check_before_shutdown(self, check: Callable[[], None]) -> None:
-        """Has a function called before each of the groups is shut down in order."""
-        for group in self.inner_groups:
-            group.check_before_shutdown(check)
+    check_before_shutdown = _on_each("check_before_shutdown")
+    note_refusal = _on_each("note_refusal")  # nobody knows which group the operation was for
+    shutdown = _on_each("shutdown")
+    _begin_abort = _on_each("_begin_abort")
+    _break_for = _on_each("_break_for")
+    _renew = _on_each("_renew")
+    _raise_failure = _on_each("_raise_failure")
+    _bind_device = _on_each("_bind_device")
+    _decline_split = _on_each("_decline_split")
 
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:  # noqa: ARG002 - derived classes look at it
         """Returns a group that takes a tensor."""
@@ -114,44 +129,13 @@ class ForwardingGroup(ProcessGroup):
         for group in self.inner_groups:
             group.set_timeout(timeout)
 
-    def note_refusal(self) -> None:
-        """Tells all groups, as the operation's group is not known."""
-        for group in self.inner_groups:
-            group.note_refusal()
-
     def abort(self) -> None:
         """Breaks every group."""
         self._begin_abort()
         self._each(lambda group: group.abort())
 
-    def shutdown(self) -> None:
-        """Ends every group."""
-        self._each(lambda group: group.shutdown())
-
     def _first_cause(self) -> DistError | None:
         return next(filter(None, (group._first_cause() for group in self.inner_groups)), None)
-
-    def _begin_abort(self) -> None:
-        for group in self.inner_groups:
-            group._begin_abort()
-
-    def _break_for(self, cause: DistError) -> None:
-        self._each(lambda group: group._break_for(cause))
-
-    def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
-        self._each(lambda group: group._renew(others_are_late))
-
-    def _raise_failure(self) -> None:
-        for group in self.inner_groups:
-            group._raise_failure()
-
-    def _bind_device(self, device: torch.device) -> None:
-        for group in self.inner_groups:
-            group._bind_device(device)
-
-    def _decline_split(self) -> None:
-        for group in self.inner_groups:
-            group._decline_split()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -160,12 +144,12 @@ class ForwardingGroup(ProcessGroup):
                 stack.enter_context(group._together())
             yield
 
-    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
-        """Ends every group; an error of one is raised after the others have ended."""
+    def _each(self, call: Callable[[ProcessGroup], None]) -> None:
+        """Calls a function with every group; an error of one is raised after the others had their turn."""
         first: Exception | None = None
         for group in self.inner_groups:
             try:
-                end(group)
+                call(group)
             except Exception as error:  # noqa: BLE001, PERF203 - raised below
                 first = first or error
         if first is not None:

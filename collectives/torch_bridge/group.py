@@ -653,7 +653,7 @@ leave_uncompiled(TorchGroup)
 
 
 def why_not_served(device: str) -> str:
-    """Returns what to say about tensors on a device that is not served."""
+    """Returns the error text for a device that is not served."""
     if device != "cuda":
         return ""
     reason = why_unavailable("nccl")
