@@ -38,8 +38,11 @@ from collectives.core.operations import (
     BROADCAST,
     GATHER,
     SCATTER,
+    Operand,
+    Operation,
 )
 from collectives.core.process_group import ProcessGroup
+from collectives.core.types import ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
 
 __all__ = [
@@ -54,6 +57,55 @@ __all__ = [
     "monitored_barrier",
     "scatter",
 ]
+
+
+def issue(
+    group: ProcessGroup,
+    operation: Operation,
+    outputs: Any,
+    inputs: Any,
+    async_op: bool,
+    op: ReduceOp = ReduceOp.SUM,
+    root: int = 0,
+    listed: str = "",
+) -> Work | None:
+    """Issues a collective, by the fast path of the group where that takes it; returns what its user gets.
+
+    Args:
+        group: the group.
+        operation: the collective.
+        outputs: what it writes, as the user gave it.
+        inputs: what it only reads, likewise.
+        async_op: whether the user gets a Work.
+        op: the reduction.
+        root: the root, counted within the group.
+        listed: what the user calls the list of a tensor for each rank, where messages are to call it so.
+    """
+    code = op.code
+    work = group.fast_collective(operation.opcode, outputs, inputs, code, root, operation.lists, async_op)
+    if work is None:
+        if listed and operation.output is Operand.EACH:
+            outputs = _checked_list(group, operation, root, outputs, listed)
+        elif listed:
+            inputs = _checked_list(group, operation, root, inputs, listed)
+        work = group.call(operation, outputs, inputs, op=op, root=root, async_op=async_op)
+    return finish(work, async_op)
+
+
+def _checked_list(
+    group: ProcessGroup, operation: Operation, root: int, tensors: Any, name: str
+) -> list[torch.Tensor] | None:
+    """Returns the list of a tensor for each rank, which only the root gives where there is one."""
+    # Not by the truth of what is given, which may be a tensor by mistake.
+    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
+    what, size = operation.name, group.size()
+    if operation.rooted and group.rank() != root:
+        if not absent:
+            fail(group, what, f"{name} is for the root, rank {root} of the group; give None on this rank")
+        return None
+    if operation.rooted and absent:
+        fail(group, what, f"this rank is the root and must give {name}, a tensor for each of {size} ranks")
+    return check_list(group, what, tensors, name)
 
 
 @overload
@@ -106,10 +158,7 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
-    work = target.fast_collective(BROADCAST.opcode, tensor, root=root, async_op=async_op)
-    if work is None:
-        work = target.call(BROADCAST, tensor, root=root, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, BROADCAST, tensor, None, async_op, root=root)
 
 
 @overload
@@ -158,11 +207,7 @@ def all_gather(
     target = member_group(group, "all_gather")
     if target is None:
         return None
-    work = target.fast_collective(ALL_GATHER.opcode, tensor_list, tensor, list_form=True, async_op=async_op)
-    if work is None:
-        outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
-        work = target.call(ALL_GATHER, outputs, tensor, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, ALL_GATHER, tensor_list, tensor, async_op, listed="tensor_list")
 
 
 @overload
@@ -213,10 +258,10 @@ def all_gather_single(
         return None
     if pending and defer(target, "all_gather_single", None, output_tensor, input_tensor):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(ALL_GATHER.opcode, output_tensor, input_tensor, async_op=async_op)
-    if work is None:
-        work = target.call(ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op)
+
+
+all_gather_into_tensor = all_gather_single
 
 
 @overload
@@ -271,13 +316,7 @@ def gather(
     if target is None:
         return None
     root = root_rank(target, "gather", dst, group_dst, "dst")
-    work = target.fast_collective(
-        GATHER.opcode, gather_list, tensor, root=root, list_form=True, async_op=async_op
-    )
-    if work is None:
-        outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
-        work = target.call(GATHER, outputs, tensor, root=root, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, GATHER, gather_list, tensor, async_op, root=root, listed="gather_list")
 
 
 @overload
@@ -333,13 +372,7 @@ def scatter(
     if target is None:
         return None
     root = root_rank(target, "scatter", src, group_src, "src")
-    work = target.fast_collective(
-        SCATTER.opcode, tensor, scatter_list, root=root, list_form=True, async_op=async_op
-    )
-    if work is None:
-        inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
-        work = target.call(SCATTER, tensor, inputs, root=root, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, SCATTER, tensor, scatter_list, async_op, root=root, listed="scatter_list")
 
 
 @overload
@@ -395,19 +428,10 @@ def all_to_all_single(
     target = member_group(group, "all_to_all_single")
     if target is None:
         return None
-    work = None
     if not (output_split_sizes or input_split_sizes):
-        work = target.fast_collective(ALL_TO_ALL.opcode, output, input, async_op=async_op)
-    if work is None:
-        work = target.call(
-            ALL_TO_ALL_SINGLE,
-            output,
-            input,
-            async_op=async_op,
-            output_split_sizes=output_split_sizes,
-            input_split_sizes=input_split_sizes,
-        )
-    return finish(work, async_op)
+        return issue(target, ALL_TO_ALL_SINGLE, output, input, async_op)
+    splits = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+    return finish(target.call(ALL_TO_ALL_SINGLE, output, input, async_op=async_op, **splits), async_op)
 
 
 @overload
@@ -459,55 +483,7 @@ def all_to_all(
     target = member_group(group, "all_to_all")
     if target is None:
         return None
-    work = target.fast_collective(
-        ALL_TO_ALL.opcode, output_tensor_list, input_tensor_list, list_form=True, async_op=async_op
-    )
-    if work is None:
-        work = target.call(ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op=async_op)
-    return finish(work, async_op)
-
-
-def _list_at_root(
-    group: ProcessGroup, operation: str, root: int, tensors: Any, name: str
-) -> list[list[torch.Tensor]] | None:
-    """Returns a list that only the root gives, as a list of one list."""
-    # Not by the truth of what is given, which may be a tensor by mistake.
-    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
-    if group.rank() != root:
-        if not absent:
-            fail(
-                group, operation, f"{name} is for the root, rank {root} of the group; give None on this rank"
-            )
-        return None
-    if absent:
-        fail(
-            group,
-            operation,
-            f"this rank is the root and must give {name}, a tensor for each of {group.size()} ranks",
-        )
-    return [check_list(group, operation, tensors, name)]
-
-
-@overload
-def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Sync = ...
-) -> None: ...
-@overload
-def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Async = ...
-) -> Work: ...
-@overload
-def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: bool = ...
-) -> Work | None: ...
-def all_gather_into_tensor(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Other name of :func:`all_gather_single`."""
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+    return issue(target, ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op)
 
 
 @overload

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -25,6 +26,9 @@ __all__ = [
     "all_reduce_coalesced",
     "reduce_op",
 ]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _warn(name: str, instead: str) -> None:
@@ -104,29 +108,22 @@ def _finish(work: Work, async_op: bool) -> Future[Any] | None:
     return None
 
 
-def _all_gather_base(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Deprecated name of :func:`all_gather_single`."""
-    _warn("_all_gather_base", "all_gather_single")
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+def _deprecated(name: str, function: _F) -> _F:
+    """Returns a function under its deprecated name."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _warn(name, function.__name__)
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = __name__
+    call.__doc__ = f"Deprecated name of :func:`{function.__name__}`."
+    return call  # type: ignore[return-value]
 
 
-def _reduce_scatter_base(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Deprecated name of :func:`reduce_scatter_single`."""
-    _warn("_reduce_scatter_base", "reduce_scatter_single")
-    return reduce_scatter_single(output, input, op, group, async_op)
-
-
+_all_gather_base = _deprecated("_all_gather_base", all_gather_single)
+_reduce_scatter_base = _deprecated("_reduce_scatter_base", reduce_scatter_single)
 _make_nccl_premul_sum = make_premul_sum
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from collectives.api.coalescing import DeferredWork, defer, pending
+from collectives.api.collectives import issue
 from collectives.api.world_state import Group, group_rank, member_group
 from collectives.core import sparse
-from collectives.core.arguments.validation import check_list, fail
+from collectives.core.arguments.validation import fail
 from collectives.core.operations import (
     ALL_REDUCE,
     ALL_REDUCE_INTO_TENSOR,
@@ -146,10 +147,7 @@ def all_reduce_into_tensor(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "all_reduce_into_tensor", op)
-    work = target.fast_collective(ALL_REDUCE.opcode, output, input, reduce_op=op.code, async_op=async_op)
-    if work is None:
-        work = target.call(ALL_REDUCE_INTO_TENSOR, output, input, op=op, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, ALL_REDUCE_INTO_TENSOR, output, input, async_op, op)
 
 
 @overload
@@ -206,10 +204,7 @@ def reduce(
     root = group_rank(target, "reduce", dst, group_dst, "dst")
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce", op)
-    work = target.fast_collective(REDUCE.opcode, tensor, reduce_op=op.code, root=root, async_op=async_op)
-    if work is None:
-        work = target.call(REDUCE, tensor, op=op, root=root, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, REDUCE, tensor, None, async_op, op, root)
 
 
 @overload
@@ -263,13 +258,7 @@ def reduce_scatter(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce_scatter", op)
-    work = target.fast_collective(
-        REDUCE_SCATTER.opcode, output, input_list, reduce_op=op.code, list_form=True, async_op=async_op
-    )
-    if work is None:
-        inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-        work = target.call(REDUCE_SCATTER, output, inputs, op=op, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, REDUCE_SCATTER, output, input_list, async_op, op, listed="input_list")
 
 
 @overload
@@ -323,33 +312,10 @@ def reduce_scatter_single(
         op = _reduction(target, "reduce_scatter_single", op)
     if pending and defer(target, "reduce_scatter_single", op, output, input):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(REDUCE_SCATTER.opcode, output, input, reduce_op=op.code, async_op=async_op)
-    if work is None:
-        work = target.call(REDUCE_SCATTER_TENSOR, output, input, op=op, async_op=async_op)
-    return finish(work, async_op)
+    return issue(target, REDUCE_SCATTER_TENSOR, output, input, async_op, op)
 
 
-@overload
-def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...
-) -> None: ...
-@overload
-def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...
-) -> Work: ...
-@overload
-def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
-) -> Work | None: ...
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Other name of :func:`reduce_scatter_single`."""
-    return reduce_scatter_single(output, input, op, group, async_op)
+reduce_scatter_tensor = reduce_scatter_single
 
 
 def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:

@@ -51,6 +51,7 @@ class Operation:
             own name where empty.
         offered_as: the operation that must be offered for it; itself where empty.
         in_place: whether it reads what it writes.
+        lists: whether an operand is a list of one tensor for each rank.
         opcode: number of the core's collective.
         handler: name of the method by which a backend carries it out, unless it takes all calls as one.
     """
@@ -65,6 +66,7 @@ class Operation:
     collective: str = ""
     offered_as: str = ""
     in_place: bool = field(init=False)
+    lists: bool = field(init=False)
     opcode: int = field(init=False)
     handler: str = field(init=False)
 
@@ -72,6 +74,7 @@ class Operation:
         for name in ("collective", "offered_as"):
             object.__setattr__(self, name, getattr(self, name) or self.name)
         object.__setattr__(self, "in_place", self.input is Operand.NONE)
+        object.__setattr__(self, "lists", Operand.EACH in {self.output, self.input})
         object.__setattr__(self, "opcode", COLLECTIVES[self.collective])
         object.__setattr__(self, "handler", f"_{self.name}")
 

@@ -43,7 +43,6 @@ from collectives.core.operations import (
     OPERATIONS,
     REDUCE_SCATTER,
     SCATTER,
-    Operand,
     Operation,
 )
 from collectives.core.process_group import ProcessGroup
@@ -568,7 +567,7 @@ def _collective(operation: Operation) -> Callable[..., TorchWork]:
     operands = 0 if operation is BARRIER else 1 if operation.in_place else 2
     two = operands == 2
     place = 4 if operation is ALL_TO_ALL_SINGLE else operands
-    lists = Operand.EACH in {operation.output, operation.input}
+    lists = operation.lists
     is_plain = _IS_PLAIN.get(operation)
     unwraps = operation is not ALL_TO_ALL
     shown = 0 if operation.in_place or operation is SCATTER else 1
