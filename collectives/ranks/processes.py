@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import pickle
 import signal
@@ -31,7 +30,6 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 __all__ = [
     "CommandRanks",
-    "ForkedRanks",
     "NoAnswer",
     "RankFailedError",
     "RankProcesses",
@@ -248,22 +246,17 @@ class SpawnedRanks(RankProcesses):
         size: number of ranks.
         body: function at the top level of a module.
         args: its further arguments; pickled.
-
-    Attributes:
-        start_method: of ``multiprocessing``; that of :class:`ForkedRanks` differs.
     """
-
-    start_method = "spawn"
 
     def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         super().__init__(size)
         self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
             _spawned,
-            (self.address, dict(os.environ), body, args),
+            (self.address, body, args),
             nprocs=size,
             join=False,
             daemon=True,
-            start_method=self.start_method,
+            start_method="spawn",
         )
         try:
             self.gather_connections()
@@ -314,20 +307,6 @@ class SpawnedRanks(RankProcesses):
         super().close(at_once=at_once)
         for file in self._context.error_files:
             Path(file).unlink(missing_ok=True)
-
-
-class ForkedRanks(SpawnedRanks):
-    """The same, forked by the server of ``multiprocessing``: they share what that has imported.
-
-    Many ranks start in the time, and with the memory, of one that imports torch. The server imports the
-    module of the first body, with the environment of that time; each rank then has that of its own start.
-    """
-
-    start_method = "forkserver"
-
-    def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
-        multiprocessing.get_context(self.start_method).set_forkserver_preload([body.__module__])
-        super().__init__(size, body, args)
 
 
 class CommandRanks(RankProcesses):
@@ -408,11 +387,7 @@ def run_body(rank: int, connection: Connection, body: Callable[..., None], args:
         raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")
 
 
-def _spawned(
-    rank: int, address: str, environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]
-) -> None:
+def _spawned(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     signal_at_end_of_parent(signal.SIGKILL)  # torch's is one that a stopped process does not get
-    os.environ.clear()  # a forked rank has that of the server
-    os.environ.update(environment)
     with connect(address, rank) as connection:
         run_body(rank, connection, body, args)

@@ -15,7 +15,7 @@ import pytest
 from sources import PYTHONPATH
 
 from collectives.bench.core.barrier import barrier_memory
-from collectives.ranks.processes import CommandRanks, ForkedRanks, RankFailedError, SpawnedRanks
+from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
 
 
 def gone(pid: int) -> bool:
@@ -36,26 +36,6 @@ def test_answers_come_in_rank_order():
         assert address.is_socket()
     assert not address.exists()
     assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("preloaded_python")
-def test_forked_ranks_come_of_one_process_that_is_not_this_one():
-    with ForkedRanks(3, bench_bodies.multiply, (10,)) as team:
-        assert team.ask(2) == [20, 21, 22]
-        pids = [process.pid for process in team._context.processes]
-        parents = {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] for pid in pids}
-        assert len(parents) == 1
-        assert str(os.getpid()) not in parents
-    assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.usefixtures("preloaded_python")
-def test_forked_ranks_have_the_environment_of_their_own_start(monkeypatch):
-    for value in ("first", "second"):
-        monkeypatch.setenv("SET_BETWEEN", value)
-        with ForkedRanks(2, bench_bodies.tell_variable, ("SET_BETWEEN",)) as team:
-            assert team.gather() == [value, value]
 
 
 @pytest.mark.sampled(1)

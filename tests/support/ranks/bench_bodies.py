@@ -20,10 +20,6 @@ from collectives.ranks.processes import commands
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
 
 
-def tell_variable(rank: int, connection: Connection, name: str) -> None:
-    connection.send(os.environ.get(name))
-
-
 def multiply(rank: int, connection: Connection, factor: int) -> None:
     """Answers every number with itself times the factor, plus the rank."""
     for command in commands(connection):
