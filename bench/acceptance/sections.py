@@ -28,8 +28,14 @@ from collectives.bench.acceptance.speed import (
     other_bandwidth_rows,
     training_rows,
 )
-from collectives.conformance.examination import Answer, Question, Status, examine, questions
-from collectives.conformance.statements import unkept
+from collectives.conformance.examination import (
+    Answer,
+    Question,
+    Status,
+    examine,
+    questions,
+    unkept,
+)
 
 __all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Budget", "Plan", "Work", "budget_for", "budget_of"]
 

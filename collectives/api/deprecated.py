@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from collectives.api.collectives import all_gather_single
-from collectives.api.reductions import reduce_scatter_single
+from collectives.api.collectives import all_gather_single, reduce_scatter_single
 from collectives.api.world_state import member_group
 from collectives.core.arguments.validation import check_tensor
 from collectives.core.process_group import ProcessGroup

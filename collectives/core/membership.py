@@ -15,7 +15,6 @@ from collectives.core.arguments import validation as check
 from collectives.core.backend_interface import BackendInterface
 from collectives.core.host_copies import HostCopy, LateHostCopy
 from collectives.core.recording import dump
-from collectives.core.recording.dump_signal import watch_for_signal
 from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import (
@@ -84,7 +83,7 @@ class Membership(BackendInterface):
         self._flight_record = FlightRecord(dump.dump_at_error)
         if self._is_recorded:
             dump.register(self)
-        watch_for_signal()
+        dump.watch_for_signal()
         call_in_forked_children(self, _leave_to_parent)
 
     def rank(self) -> int:

@@ -199,7 +199,7 @@ def test_all_parts_are_looked_at() -> None:
     names = {one.name for one in documented()}
     assert len(names) > 250
     assert names > {
-        "collectives.api.reductions.all_reduce",
+        "collectives.api.collectives.all_reduce",
         "collectives.core.process_group.ProcessGroup.allreduce",
         "collectives.core.types.BroadcastOptions.__init__",
         "collectives.ddp.distributed.DistributedDataParallel.no_sync",

@@ -2,12 +2,19 @@
 
 A dump has both clocks at one moment, the machine's boot and the process's rank, so that ``collectives trace``
 can put the files of several ranks on one axis.
+
+On a signal, a process that hangs is dumped, too. A handler of Python runs when the main thread gets back to
+Python, which one that waits in a library for a lost rank may never do. So the interpreter's own handler
+writes the signal's number to a pipe, at once (:func:`signal.set_wakeup_fd`), and a thread of this module
+reads it there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -28,7 +35,10 @@ __all__ = [
     "prometheus_text",
     "register",
     "snapshot",
+    "watch_for_signal",
 ]
+
+log = Log()
 
 FORMAT = "collectives flight record 1"
 """What a dump calls itself."""
@@ -200,13 +210,13 @@ def dump_at_error(reason: str) -> None:
     """Writes the flight record where the environment names a file; an error of that is logged only."""
     if not os.environ.get(FILE_VARIABLE):
         return
-    log = Log(rank=_own_rank(_groups.all()))
+    own = Log(rank=_own_rank(_groups.all()))
     try:
         file = dump(None, reason)
     except OSError as error:
-        log.warning("the flight record could not be written: %s", error)
+        own.warning("the flight record could not be written: %s", error)
     else:
-        log.warning("the flight record is in %s, because of %s", file, reason)
+        own.warning("the flight record is in %s, because of %s", file, reason)
 
 
 def prometheus_text() -> str:
@@ -230,3 +240,66 @@ def prometheus_text() -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+# ---- on a signal -------------------------------------------------------------------------------------------
+
+_SIGNAL = "COLLECTIVES_FLIGHT_RECORD_SIGNAL"
+
+_lock = threading.Lock()
+_watching = False
+
+
+def watch_for_signal() -> None:
+    """Dumps on every signal that the environment names, from now on; nothing where it names none.
+
+    A program that sets a wakeup descriptor of its own, as :mod:`asyncio` does for signal handlers, takes it
+    over, and no dumps are written then.
+
+    Raises:
+        ValueError: there is no such signal, or there is no path to dump to.
+    """
+    global _watching
+    name = os.environ.get(_SIGNAL, "")
+    if not name:
+        return
+    number = getattr(signal, name, None) if name.startswith("SIG") else None
+    if not isinstance(number, signal.Signals):
+        raise ValueError(f"{_SIGNAL} must be the name of a signal, such as SIGUSR1, but is {name!r}")
+    if not os.environ.get(FILE_VARIABLE):
+        raise ValueError(f"{_SIGNAL} is {name}, but {FILE_VARIABLE} does not say where to write")
+    with _lock:
+        if _watching:
+            return
+        _watching = True
+    if threading.current_thread() is not threading.main_thread():
+        log.warning("%s is not watched for: the first group was not made on the main thread", name)
+        return
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+        log.warning("%s is not watched for: the program has a wakeup descriptor of its own", name)
+        return
+    os.set_blocking(read, True)
+    signal.signal(number, _leave_to_thread)
+    threading.Thread(target=_serve, args=(read, number), name="collectives-dump", daemon=True).start()
+    os.register_at_fork(after_in_child=_stop_watching)
+
+
+def _leave_to_thread(*_: object) -> None:
+    """Handles the signal in the main thread, where nothing is to be done."""
+
+
+def _serve(read: int, number: signal.Signals) -> None:
+    while received := os.read(read, 512):
+        if number in received:
+            dump_at_error(f"the signal {number.name}")
+
+
+def _stop_watching() -> None:
+    """In a forked child, whose signals are none of its parent's; the thread does not exist there."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)

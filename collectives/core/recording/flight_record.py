@@ -16,7 +16,7 @@ or two, without a lock, in memory that it has from the start, and looks at the c
 twice. Readers hold up nobody: they leave out an entry that is overwritten meanwhile.
 
 **When it is read.** By call, at the first error of a group and on a signal
-(:mod:`~collectives.core.recording.dump`, :mod:`~collectives.core.recording.dump_signal`), as JSON;
+(:mod:`~collectives.core.recording.dump`), as JSON;
 ``collectives trace`` makes of the files of all ranks what viewers and torch's analyzer read.
 """
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from collectives.backends import nccl
-from collectives.conformance.examination import Answer, Status, questions
-from collectives.conformance.statements import unkept
+from collectives.conformance.examination import Answer, Status, questions, unkept
 from collectives.core.capabilities import OPERATIONS, Capabilities
 
 STATED = Capabilities(
