@@ -28,25 +28,9 @@ from torch import Tensor
 
 from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
-from collectives.core import sparse
+from collectives.core import operations, sparse
 from collectives.core.arguments.validation import check_limit, check_list, fail
-from collectives.core.operations import (
-    ALL_GATHER,
-    ALL_GATHER_INTO_TENSOR,
-    ALL_REDUCE,
-    ALL_REDUCE_INTO_TENSOR,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_TENSOR,
-    SCATTER,
-    Operand,
-    Operation,
-)
+from collectives.core.operations import Operand, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
@@ -170,12 +154,12 @@ def all_reduce(
         op = _reduction(target, "all_reduce", op)
     if pending and defer(target, "all_reduce", op, tensor):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
+    work = target.fast_collective(operations.ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
             work = sparse.allreduce(target, tensor, op, async_op=async_op)
         else:
-            work = target.call(ALL_REDUCE, tensor, op=op, async_op=async_op)
+            work = target.call(operations.ALL_REDUCE, tensor, op=op, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -230,7 +214,7 @@ def all_reduce_into_tensor(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "all_reduce_into_tensor", op)
-    return issue(target, ALL_REDUCE_INTO_TENSOR, output, input, async_op, op)
+    return issue(target, operations.ALL_REDUCE_INTO_TENSOR, output, input, async_op, op)
 
 
 @overload
@@ -287,7 +271,7 @@ def reduce(
     root = group_rank(target, "reduce", dst, group_dst, "dst")
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce", op)
-    return issue(target, REDUCE, tensor, None, async_op, op, root)
+    return issue(target, operations.REDUCE, tensor, None, async_op, op, root)
 
 
 @overload
@@ -341,7 +325,7 @@ def reduce_scatter(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce_scatter", op)
-    return issue(target, REDUCE_SCATTER, output, input_list, async_op, op, listed="input_list")
+    return issue(target, operations.REDUCE_SCATTER, output, input_list, async_op, op, listed="input_list")
 
 
 @overload
@@ -395,7 +379,7 @@ def reduce_scatter_single(
         op = _reduction(target, "reduce_scatter_single", op)
     if pending and defer(target, "reduce_scatter_single", op, output, input):
         return DeferredWork() if async_op else None
-    return issue(target, REDUCE_SCATTER_TENSOR, output, input, async_op, op)
+    return issue(target, operations.REDUCE_SCATTER_TENSOR, output, input, async_op, op)
 
 
 reduce_scatter_tensor = reduce_scatter_single
@@ -461,7 +445,7 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
-    return issue(target, BROADCAST, tensor, None, async_op, root=root)
+    return issue(target, operations.BROADCAST, tensor, None, async_op, root=root)
 
 
 @overload
@@ -510,7 +494,7 @@ def all_gather(
     target = member_group(group, "all_gather")
     if target is None:
         return None
-    return issue(target, ALL_GATHER, tensor_list, tensor, async_op, listed="tensor_list")
+    return issue(target, operations.ALL_GATHER, tensor_list, tensor, async_op, listed="tensor_list")
 
 
 @overload
@@ -561,7 +545,7 @@ def all_gather_single(
         return None
     if pending and defer(target, "all_gather_single", None, output_tensor, input_tensor):
         return DeferredWork() if async_op else None
-    return issue(target, ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op)
+    return issue(target, operations.ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op)
 
 
 all_gather_into_tensor = all_gather_single
@@ -619,7 +603,7 @@ def gather(
     if target is None:
         return None
     root = root_rank(target, "gather", dst, group_dst, "dst")
-    return issue(target, GATHER, gather_list, tensor, async_op, root=root, listed="gather_list")
+    return issue(target, operations.GATHER, gather_list, tensor, async_op, root=root, listed="gather_list")
 
 
 @overload
@@ -675,7 +659,7 @@ def scatter(
     if target is None:
         return None
     root = root_rank(target, "scatter", src, group_src, "src")
-    return issue(target, SCATTER, tensor, scatter_list, async_op, root=root, listed="scatter_list")
+    return issue(target, operations.SCATTER, tensor, scatter_list, async_op, root=root, listed="scatter_list")
 
 
 @overload
@@ -732,9 +716,11 @@ def all_to_all_single(
     if target is None:
         return None
     if not (output_split_sizes or input_split_sizes):
-        return issue(target, ALL_TO_ALL_SINGLE, output, input, async_op)
+        return issue(target, operations.ALL_TO_ALL_SINGLE, output, input, async_op)
     splits = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-    return finish(target.call(ALL_TO_ALL_SINGLE, output, input, async_op=async_op, **splits), async_op)
+    return finish(
+        target.call(operations.ALL_TO_ALL_SINGLE, output, input, async_op=async_op, **splits), async_op
+    )
 
 
 @overload
@@ -786,7 +772,7 @@ def all_to_all(
     target = member_group(group, "all_to_all")
     if target is None:
         return None
-    return issue(target, ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op)
+    return issue(target, operations.ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op)
 
 
 @overload
@@ -835,7 +821,7 @@ def barrier(
     if bound is not None and (bound.type == "cpu" or bound.type not in target.capabilities.devices):
         bound = None
     if timeout is None and device_ids is None and bound is None:
-        work = target.fast_collective(BARRIER.opcode, async_op=async_op)
+        work = target.fast_collective(operations.BARRIER.opcode, async_op=async_op)
         if work is not None:
             return finish(work, async_op)
     timeout = check_limit(target, "barrier", timeout)
@@ -844,7 +830,7 @@ def barrier(
             fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)
         accelerator = torch.accelerator.current_accelerator()
         bound = torch.device(accelerator.type if accelerator else "cpu", device_ids[0])
-    return finish(target.call(BARRIER, timeout=timeout, async_op=async_op, device=bound), async_op)
+    return finish(target.call(operations.BARRIER, timeout=timeout, async_op=async_op, device=bound), async_op)
 
 
 def monitored_barrier(

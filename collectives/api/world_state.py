@@ -82,22 +82,6 @@ class World:
         lock: held while groups are made or ended.
     """
 
-    __slots__ = (
-        "base",
-        "created",
-        "default",
-        "device",
-        "known_to_torch",
-        "local_turns",
-        "lock",
-        "owns_store",
-        "pid",
-        "records",
-        "standby",
-        "store",
-        "types",
-    )
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.clear()

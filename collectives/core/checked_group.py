@@ -14,17 +14,10 @@ from typing import Any
 
 import torch
 
+from collectives.core import operations
 from collectives.core.capabilities import Capabilities
 from collectives.core.forwarding import ForwardingGroup
-from collectives.core.operations import (
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    Call,
-    Operand,
-)
+from collectives.core.operations import Call, Operand
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.errors import (
@@ -228,13 +221,13 @@ class CheckedGroup(ForwardingGroup):
     def issue(self, call: Call) -> Work:
         """Compares the call with those of the other ranks, then issues it on the inner group."""
         operation = call.operation
-        if operation is ALL_REDUCE_COALESCED:
+        if operation is operations.ALL_REDUCE_COALESCED:
             for tensor in call.outputs:
-                self._compare_call(call.as_(ALL_REDUCE, [tensor]))
-        elif operation is ALL_TO_ALL:
+                self._compare_call(call.as_(operations.ALL_REDUCE, [tensor]))
+        elif operation is operations.ALL_TO_ALL:
             sent, received = ([tensor.numel() for tensor in list_] for list_ in (call.inputs, call.outputs))
             self._compare_exchange(call, sent, received)
-        elif operation is ALL_TO_ALL_SINGLE:
+        elif operation is operations.ALL_TO_ALL_SINGLE:
             self._compare_exchange(call, call.input_splits or (), call.output_splits or ())
         else:
             self._compare_call(call)
@@ -251,7 +244,7 @@ class CheckedGroup(ForwardingGroup):
         each = call.outputs if operation.output is Operand.EACH else call.inputs
         if Operand.EACH in {operation.output, operation.input} and not operation.rooted:
             about |= {"dtype": str(call.tensor.dtype), "shapes": [list(tensor.shape) for tensor in each]}
-        elif operation is not BARRIER:
+        elif operation is not operations.BARRIER:
             about |= _tensor(call.tensor)
         self._compare(operation.name, call.timeout, **about)
 

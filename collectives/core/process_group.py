@@ -8,27 +8,12 @@ from typing import Any
 
 import torch
 
-from collectives.core import profiling
+from collectives.core import operations, profiling
 from collectives.core.arguments import calls, validation
 from collectives.core.arguments.calls import TensorLists, Tensors
 from collectives.core.arguments.validation import check_limit
 from collectives.core.membership import Membership
-from collectives.core.operations import (
-    ALL_GATHER,
-    ALL_GATHER_INTO_TENSOR,
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_TENSOR,
-    SCATTER,
-    Operation,
-)
+from collectives.core.operations import Operation
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -146,7 +131,7 @@ class ProcessGroup(Membership):
         """
         if not profiling.profiler._is_profiler_enabled:
             return self.issue(calls.checked_call(self, operation, outputs, inputs, **about))
-        shown = outputs if operation.in_place or operation is SCATTER else inputs
+        shown = outputs if operation.in_place or operation is operations.SCATTER else inputs
         return self._shown(
             operation.collective,
             shown,
@@ -161,9 +146,15 @@ class ProcessGroup(Membership):
             operation, outputs, inputs, **calls.overload_arguments(operation, opts, timeout=timeout, **about)
         )
 
-    def _several(self, operation: Operation, inputs: Any, issue: Callable[[], list[Work]]) -> Work:
-        """Issues several collectives that start together, and are one to profilers."""
-        return self._shown(operation.collective, inputs, lambda: self._issue_together(issue))
+    def _several(
+        self, event: str, method: Callable[..., Work], pairs: Sequence[tuple[Any, Any]], opts: Any
+    ) -> Work:
+        """Issues several collectives of outputs and inputs, which start together and are one to profilers."""
+
+        def issue() -> list[Work]:
+            return [method(output, given, opts) for output, given in pairs]
+
+        return self._shown(event, [given for _, given in pairs], lambda: self._issue_together(issue))
 
     def _shown(self, event: str, tensors: Any, issue: Callable[[], Work]) -> Work:
         """Issues something under an event of profilers."""
@@ -195,7 +186,7 @@ class ProcessGroup(Membership):
             Work whose result is the tensor.
         """
         given = tensor if tensors is None else tensors
-        return self._overloaded(ALL_REDUCE, given, None, opts, timeout, op=op)
+        return self._overloaded(operations.ALL_REDUCE, given, None, opts, timeout, op=op)
 
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
@@ -207,7 +198,7 @@ class ProcessGroup(Membership):
                 share memory are reduced as copies; the last one given stays.
             opts: option record for all of them; ``None`` for sums within the group's time limit.
         """
-        return self._overloaded(ALL_REDUCE_COALESCED, tensors, None, opts)
+        return self._overloaded(operations.ALL_REDUCE_COALESCED, tensors, None, opts)
 
     def broadcast(
         self,
@@ -232,7 +223,7 @@ class ProcessGroup(Membership):
             Work whose result is the tensor.
         """
         return self._overloaded(
-            BROADCAST, tensor if tensors is None else tensors, None, opts, timeout, root=root
+            operations.BROADCAST, tensor if tensors is None else tensors, None, opts, timeout, root=root
         )
 
     def reduce(
@@ -259,7 +250,7 @@ class ProcessGroup(Membership):
             Work whose result is the tensor.
         """
         return self._overloaded(
-            REDUCE, tensor if tensors is None else tensors, None, opts, timeout, op=op, root=root
+            operations.REDUCE, tensor if tensors is None else tensors, None, opts, timeout, op=op, root=root
         )
 
     def allgather(
@@ -285,7 +276,7 @@ class ProcessGroup(Membership):
             Work whose result is the outputs.
         """
         given = input_tensor if input_tensors is None else input_tensors
-        return self._overloaded(ALL_GATHER, output_tensors, given, opts, timeout)
+        return self._overloaded(operations.ALL_GATHER, output_tensors, given, opts, timeout)
 
     def all_gather_single(
         self,
@@ -306,7 +297,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the output.
         """
-        return self._overloaded(ALL_GATHER_INTO_TENSOR, output, input, opts, timeout)
+        return self._overloaded(operations.ALL_GATHER_INTO_TENSOR, output, input, opts, timeout)
 
     def allgather_coalesced(
         self,
@@ -322,9 +313,7 @@ class ProcessGroup(Membership):
             opts: option record for all of them.
         """
         parts = calls.allgather_coalesced(self, output_lists, input_list)
-        return self._several(
-            ALL_GATHER, input_list, lambda: [self.allgather(outputs, one, opts) for outputs, one in parts]
-        )
+        return self._several("all_gather", self.allgather, parts, opts)
 
     def all_gather_single_coalesced(
         self,
@@ -340,9 +329,7 @@ class ProcessGroup(Membership):
             opts: option record for all of them.
         """
         pairs = validation.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
-        return self._several(
-            ALL_GATHER, inputs, lambda: [self.all_gather_single(output, one, opts) for output, one in pairs]
-        )
+        return self._several("all_gather", self.all_gather_single, pairs, opts)
 
     def gather(
         self,
@@ -369,7 +356,7 @@ class ProcessGroup(Membership):
             Work whose result is the outputs on the root, and empty elsewhere.
         """
         given = input_tensor if input_tensors is None else input_tensors
-        return self._overloaded(GATHER, output_tensors, given, opts, timeout, root=root)
+        return self._overloaded(operations.GATHER, output_tensors, given, opts, timeout, root=root)
 
     def scatter(
         self,
@@ -396,7 +383,7 @@ class ProcessGroup(Membership):
             Work whose result is the output.
         """
         given = output_tensor if output_tensors is None else output_tensors
-        return self._overloaded(SCATTER, given, input_tensors, opts, timeout, root=root)
+        return self._overloaded(operations.SCATTER, given, input_tensors, opts, timeout, root=root)
 
     def reduce_scatter(
         self,
@@ -426,7 +413,7 @@ class ProcessGroup(Membership):
         """
         into = output if output_tensors is None else output_tensors
         parts = input if input_tensors is None else input_tensors
-        return self._overloaded(REDUCE_SCATTER, into, parts, opts, timeout, op=op)
+        return self._overloaded(operations.REDUCE_SCATTER, into, parts, opts, timeout, op=op)
 
     def reduce_scatter_single(
         self,
@@ -450,7 +437,9 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the output.
         """
-        return self._overloaded(REDUCE_SCATTER_TENSOR, outputTensor, inputTensor, opts, timeout, op=op)
+        return self._overloaded(
+            operations.REDUCE_SCATTER_TENSOR, outputTensor, inputTensor, opts, timeout, op=op
+        )
 
     def reduce_scatter_single_coalesced(
         self,
@@ -466,11 +455,7 @@ class ProcessGroup(Membership):
             opts: option record for all of them; ``None`` for sums.
         """
         pairs = validation.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
-        return self._several(
-            REDUCE_SCATTER,
-            inputs,
-            lambda: [self.reduce_scatter_single(output, one, opts) for output, one in pairs],
-        )
+        return self._several("reduce_scatter", self.reduce_scatter_single, pairs, opts)
 
     def alltoall(
         self,
@@ -490,7 +475,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the outputs.
         """
-        return self._overloaded(ALL_TO_ALL, output_tensors, input_tensors, opts, timeout)
+        return self._overloaded(operations.ALL_TO_ALL, output_tensors, input_tensors, opts, timeout)
 
     def alltoall_base(
         self,
@@ -515,12 +500,12 @@ class ProcessGroup(Membership):
             Work whose result is the output.
         """
         return self.call(
-            ALL_TO_ALL_SINGLE,
+            operations.ALL_TO_ALL_SINGLE,
             output,
             input,
             output_split_sizes=output_split_sizes,
             input_split_sizes=input_split_sizes,
-            **calls.overload_arguments(ALL_TO_ALL_SINGLE, opts, timeout=timeout),
+            **calls.overload_arguments(operations.ALL_TO_ALL_SINGLE, opts, timeout=timeout),
         )
 
     def barrier(
@@ -535,7 +520,7 @@ class ProcessGroup(Membership):
         Returns:
             Work without outputs.
         """
-        return self._overloaded(BARRIER, None, None, opts, timeout)
+        return self._overloaded(operations.BARRIER, None, None, opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks.

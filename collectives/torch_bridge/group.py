@@ -29,22 +29,11 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from collectives.core import profiling
+from collectives.core import operations, profiling
 from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, GeneralOptions, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
-from collectives.core.operations import (
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    GATHER,
-    OPERATIONS,
-    REDUCE_SCATTER,
-    SCATTER,
-    Operation,
-)
+from collectives.core.operations import OPERATIONS, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
@@ -77,9 +66,9 @@ _RECORDS: dict[str, Any] = {
 """torch's option record of each collective."""
 
 _OTHER_NAMES: dict[Operation, dict[str, str]] = {
-    REDUCE_SCATTER: {"input_tensor": "input_tensors"},
-    ALL_TO_ALL: {"output_tensor": "output_tensors", "input_tensor": "input_tensors"},
-    ALL_TO_ALL_SINGLE: {"output_tensor": "output", "input_tensor": "input"},
+    operations.REDUCE_SCATTER: {"input_tensor": "input_tensors"},
+    operations.ALL_TO_ALL: {"output_tensor": "output_tensors", "input_tensor": "input_tensors"},
+    operations.ALL_TO_ALL_SINGLE: {"output_tensor": "output", "input_tensor": "input"},
 }
 """Keywords of single versions of torch, and those of our methods."""
 
@@ -488,9 +477,9 @@ class TorchGroup(_Group):
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
-        about = overload_arguments(GATHER, opts)
+        about = overload_arguments(operations.GATHER, opts)
         if self.rank() != about["root"]:
-            return self._issue("gather", input, self.inner.call, GATHER, None, input, **about)
+            return self._issue("gather", input, self.inner.call, operations.GATHER, None, input, **about)
         if output.numel() != input.numel() * self.size():
             raise ValueError(
                 f"[rank {self.rank()}] gather_single on {self!r}: output has {output.numel()} elements, but "
@@ -500,7 +489,7 @@ class TorchGroup(_Group):
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
 
         def gather(input: torch.Tensor) -> Work:
-            work = self.inner.call(GATHER, parts, input, **about)
+            work = self.inner.call(operations.GATHER, parts, input, **about)
             return outputs.finish(work, about.get("async_op", True))
 
         return self._issue("gather", input, gather, input)
@@ -564,13 +553,13 @@ def _collective(operation: Operation) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for a collective."""
     name, event, opcode = operation.methods[0], operation.collective, operation.opcode
     kind, reduces, rooted = _RECORDS.get(operation.name, _RECORDS[event]), operation.reduces, operation.rooted
-    operands = 0 if operation is BARRIER else 1 if operation.in_place else 2
+    operands = 0 if operation is operations.BARRIER else 1 if operation.in_place else 2
     two = operands == 2
-    place = 4 if operation is ALL_TO_ALL_SINGLE else operands
+    place = 4 if operation is operations.ALL_TO_ALL_SINGLE else operands
     lists = operation.lists
     is_plain = _IS_PLAIN.get(operation)
-    unwraps = operation is not ALL_TO_ALL
-    shown = 0 if operation.in_place or operation is SCATTER else 1
+    unwraps = operation is not operations.ALL_TO_ALL
+    shown = 0 if operation.in_place or operation is operations.SCATTER else 1
     others = _OTHER_NAMES.get(operation, {})
 
     def method(self: TorchGroup, *args: Any, **named: Any) -> TorchWork:
@@ -610,10 +599,10 @@ def _collective(operation: Operation) -> Callable[..., TorchWork]:
 
 
 _IS_PLAIN: dict[Operation, Callable[[tuple[Any, ...]], bool]] = {
-    **({ALL_REDUCE: lambda args: args[1].sparseIndices is None} if _HAS_INDICES else {}),
-    ALL_REDUCE_COALESCED: lambda args: False,  # noqa: ARG005
-    ALL_TO_ALL_SINGLE: lambda args: not (args[2] or args[3]),
-    BARRIER: lambda args: args[0].device is None or args[0].device.type == "cpu",
+    **({operations.ALL_REDUCE: lambda args: args[1].sparseIndices is None} if _HAS_INDICES else {}),
+    operations.ALL_REDUCE_COALESCED: lambda args: False,  # noqa: ARG005
+    operations.ALL_TO_ALL_SINGLE: lambda args: not (args[2] or args[3]),
+    operations.BARRIER: lambda args: args[0].device is None or args[0].device.type == "cpu",
 }
 """Tells of torch's form of a call whether it has nothing that the fast path does not know."""
 

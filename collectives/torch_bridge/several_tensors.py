@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 
-from collectives.core import sparse
+from collectives.core import operations, sparse
 from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.staging import write
 from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
-from collectives.core.operations import (
-    ALL_GATHER,
-    ALL_GATHER_INTO_TENSOR,
-    ALL_REDUCE,
-    BROADCAST,
-    Operation,
-)
+from collectives.core.operations import Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.core.work import FinishingWork, Work
@@ -53,7 +47,7 @@ def _all_reduce(
 
     The meaning of AVG and PREMUL_SUM would depend on the number of tensors.
     """
-    about = overload_arguments(ALL_REDUCE, opts, op, timeout=timeout)
+    about = overload_arguments(operations.ALL_REDUCE, opts, op, timeout=timeout)
     reduction = ReduceOp.SUM if about["op"] is None else ReduceOp.of(about["op"])
     asynchronous = about.get("async_op", True)
     tensors = tensor if tensors is None else tensors
@@ -84,7 +78,10 @@ def _all_reduce(
     wide = _accumulator(tensors[0].dtype)
     total = functools.reduce(combine, [tensor.detach().to(wide) for tensor in tensors])
     return FinishingWork(
-        group.call(ALL_REDUCE, total, **about), partial(_hand_out, tensors, total), tensors, asynchronous
+        group.call(operations.ALL_REDUCE, total, **about),
+        partial(_hand_out, tensors, total),
+        tensors,
+        asynchronous,
     )
 
 
@@ -104,14 +101,14 @@ def _broadcast(
     tensor: Any = None,
 ) -> Work:
     """Copies one of the root's tensors to all tensors of all ranks."""
-    about = overload_arguments(BROADCAST, opts, root=root, timeout=timeout)
+    about = overload_arguments(operations.BROADCAST, opts, root=root, timeout=timeout)
     tensors = tensor if tensors is None else tensors
     _check_alike(group, "broadcast", tensors)
     check_outputs(group, "broadcast", tensors)
     place = about.pop("root_tensor", 0)
     if not 0 <= place < len(tensors):
         fail(group, "broadcast", f"rootTensor is {place}, but there are {len(tensors)} tensors")
-    work = group.call(BROADCAST, tensors[place], **about)
+    work = group.call(operations.BROADCAST, tensors[place], **about)
     return FinishingWork(
         work, partial(_hand_out, tensors, tensors[place]), tensors, about.get("async_op", True)
     )
@@ -125,7 +122,7 @@ def _all_gather(
     timeout: timedelta | None = None,
 ) -> Work:
     """Gathers all tensors of all ranks, by ranks, in each of as many lists as there are inputs."""
-    about = overload_arguments(ALL_GATHER, opts, timeout=timeout)
+    about = overload_arguments(operations.ALL_GATHER, opts, timeout=timeout)
     wanted = len(input_tensors) * group.size()
     if len(output_tensors) != len(input_tensors) or any(len(entry) != wanted for entry in output_tensors):
         reason = (
@@ -144,7 +141,7 @@ def _all_gather(
             for tensor, values in zip(entry, gathered, strict=True):
                 write(tensor, values)
 
-    work = group.call(ALL_GATHER_INTO_TENSOR, gathered, mine, **about)
+    work = group.call(operations.ALL_GATHER_INTO_TENSOR, gathered, mine, **about)
     return _GatheredLists(work, hand_out, output_tensors, about.get("async_op", True))
 
 
@@ -182,9 +179,9 @@ def _check_alike(
 
 
 _METHODS: dict[Operation, tuple[int, tuple[str, ...], Callable[..., Work]]] = {
-    ALL_REDUCE: (0, ("tensors", "tensor"), _all_reduce),
-    BROADCAST: (0, ("tensors", "tensor"), _broadcast),
-    ALL_GATHER: (1, ("input_tensors", "input_tensor"), _all_gather),
+    operations.ALL_REDUCE: (0, ("tensors", "tensor"), _all_reduce),
+    operations.BROADCAST: (0, ("tensors", "tensor"), _broadcast),
+    operations.ALL_GATHER: (1, ("input_tensors", "input_tensor"), _all_gather),
 }
 """Collectives that take several tensors: where these stand, and what takes the arguments of the method."""
 
@@ -208,5 +205,5 @@ def method_for(
     given = args[place] if place < len(args) else next((named[one] for one in names if one in named), None)
     several = isinstance(given, (list, tuple)) and len(given) > 1
     one = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
-    is_sparse = operation is ALL_REDUCE and isinstance(one, torch.Tensor) and one.is_sparse
+    is_sparse = operation is operations.ALL_REDUCE and isinstance(one, torch.Tensor) and one.is_sparse
     return partial(method, group) if several or is_sparse else None

@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 
+from collectives.core import operations
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.option_records import time_limit_of
 from collectives.core.membership import Membership
-from collectives.core.operations import (
-    ALL_REDUCE_COALESCED,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    Call,
-    Operand,
-    Operation,
-)
+from collectives.core.operations import Call, Operand, Operation
 from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
 
@@ -64,7 +56,7 @@ def overload_arguments(
             "timeout": time_limit_of(opts),
             "async_op": opts.asyncOp,
             "root_tensor": getattr(opts, "rootTensor", 0),
-            "device": _device(opts) if operation is BARRIER else None,
+            "device": _device(opts) if operation is operations.BARRIER else None,
         }
     if opts is not None:
         if operation.rooted:
@@ -125,12 +117,12 @@ def checked_call(
     if timeout is not None:
         timeout = check.check_limit(group, operation.name, timeout)
     call = Call(operation, (), (), reduction, root, timeout, async_op, device=device)
-    if operation is BARRIER:
+    if operation is operations.BARRIER:
         reason = group.capabilities.why_not("barrier")
         if reason is not None:
             check.fail(group, "barrier", reason, UnsupportedOperationError)
         return call
-    if operation is ALL_REDUCE_COALESCED:
+    if operation is operations.ALL_REDUCE_COALESCED:
         return _coalesced(group, call, outputs)
     name = operation.name
     form = operation.output, operation.input
@@ -155,9 +147,9 @@ def _take_operands(group: Membership, call: Call, outputs: Any, inputs: Any, roo
         call.inputs = (check.only_tensor(group, name, inputs, "input"),)
     if operation.rooted:
         check.check_rank(group, name, call.root, "root")
-        if operation in {BROADCAST, REDUCE}:
+        if operation in {operations.BROADCAST, operations.REDUCE}:
             check.check_root_tensor(group, name, root_tensor)
-        elif operation is GATHER:
+        elif operation is operations.GATHER:
             call.outputs = check.check_rooted_list(group, name, outputs, call.input, call.root, "output list")
         else:
             call.inputs = check.check_rooted_list(group, name, inputs, call.output, call.root, "input list")

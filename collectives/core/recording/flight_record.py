@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -50,11 +51,11 @@ class Recorded(Protocol):
         """Notes that the operation is done, or failed; the first call counts."""
 
 
+@dataclass(slots=True, eq=False)
 class RecordedOperation:
     """An operation that has begun.
 
-    Args:
-        record: the record of its group.
+    Attributes:
         name: name of its user function.
         number: its place among the operations of its kind that the group issued.
         detail: what else tells it apart, such as the reduction or the peer.
@@ -64,50 +65,24 @@ class RecordedOperation:
         nbytes: their bytes.
         timeout: its time limit.
         site: the source line that issued it, where that is known.
+        began: when it began, in nanoseconds of the monotonic clock.
+        ended: when it ended; 0 where it has not.
+        error: why it failed.
     """
 
-    __slots__ = (
-        "_record",
-        "began",
-        "detail",
-        "dtype",
-        "ended",
-        "error",
-        "name",
-        "nbytes",
-        "number",
-        "shape",
-        "site",
-        "tensors",
-        "timeout",
-    )
-
-    def __init__(
-        self,
-        record: FlightRecord,
-        name: str,
-        number: int,
-        detail: str,
-        shape: tuple[int, ...] | None,
-        dtype: object,
-        tensors: int,
-        nbytes: int,
-        timeout: timedelta,
-        site: str = "",
-    ) -> None:
-        self._record = record
-        self.name = name
-        self.number = number
-        self.detail = detail
-        self.shape = shape
-        self.dtype = dtype
-        self.tensors = tensors
-        self.nbytes = nbytes
-        self.timeout = timeout
-        self.site = site
-        self.began = time.monotonic_ns()
-        self.ended = 0
-        self.error = ""
+    _record: FlightRecord
+    name: str
+    number: int
+    detail: str
+    shape: tuple[int, ...] | None
+    dtype: object
+    tensors: int
+    nbytes: int
+    timeout: timedelta
+    site: str = ""
+    began: int = field(default_factory=time.monotonic_ns, init=False)
+    ended: int = field(default=0, init=False)
+    error: str = field(default="", init=False)
 
     def end(self, error: BaseException | None = None) -> None:
         """Notes that the operation is done, or failed; the first call counts."""
@@ -241,24 +216,10 @@ class FlightRecord:
         kept.sort(key=lambda operation: operation.began)
         return kept[-self._capacity :] if self._capacity else []
 
-    def _read(
-        self,
-        number: int,
-        name: str,
-        detail: str,
-        shape: tuple[int] | None,
-        dtype: str,
-        tensors: int,
-        nbytes: int,
-        timeout: int,
-        began: int,
-        ended: int,
-        error: str,
-        site: str,
-    ) -> RecordedOperation:
+    def _read(self, *values: Any) -> RecordedOperation:
         """Returns an operation of the core's ring; times are nanoseconds."""
-        limit = timedelta(microseconds=timeout // 1000)
-        operation = RecordedOperation(self, name, number, detail, shape, dtype, tensors, nbytes, limit, site)
+        *about, timeout, began, ended, error, site = values
+        operation = RecordedOperation(self, *about, timedelta(microseconds=timeout // 1000), site)
         operation.began, operation.ended, operation.error = began, ended, error
         return operation
 
