@@ -30,7 +30,7 @@ from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
 from collectives.core import operations, sparse
 from collectives.core.arguments.validation import check_limit, check_list, fail
-from collectives.core.operations import Operand, Operation
+from collectives.core.operations import ALL_REDUCE, Operand, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
@@ -154,7 +154,7 @@ def all_reduce(
         op = _reduction(target, "all_reduce", op)
     if pending and defer(target, "all_reduce", op, tensor):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(operations.ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
+    work = target.fast_collective(ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
             work = sparse.allreduce(target, tensor, op, async_op=async_op)

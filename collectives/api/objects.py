@@ -213,11 +213,8 @@ def gather_object(
     if at_root:
         _check_length(target, "gather_object", object_gather_list, "object_gather_list")
     elif object_gather_list:
-        fail(
-            target,
-            "gather_object",
-            f"object_gather_list is for the root, rank {root}; give None on this rank",
-        )
+        reason = f"object_gather_list is for the root, rank {root}; give None on this rank"
+        fail(target, "gather_object", reason)
     data, size = _pack([obj], _device(target), weights_only)
     sizes = _gather_sizes(target, size)
     own = _padded(data, max(sizes))
@@ -458,9 +455,6 @@ def _check_list(group: ProcessGroup, operation: str, objects: Any, name: str) ->
 def _check_length(group: ProcessGroup, operation: str, objects: Any, name: str) -> list[Any]:
     checked = _check_list(group, operation, objects, name)
     if len(checked) != group.size():
-        fail(
-            group,
-            operation,
-            f"{name} must have one entry for each of {group.size()} ranks, but has {len(checked)}",
-        )
+        reason = f"{name} must have one entry for each of {group.size()} ranks, but has {len(checked)}"
+        fail(group, operation, reason)
     return checked

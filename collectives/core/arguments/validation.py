@@ -142,18 +142,11 @@ def check_list(group: Group, operation: str, tensors: object, what: str) -> list
         ValueError: its length is not the size of the group.
     """
     if not isinstance(tensors, (list, tuple)):
-        fail(
-            group,
-            operation,
-            f"{what} must be a list of tensors, but is of type {type(tensors).__name__}",
-            TypeError,
-        )
+        reason = f"{what} must be a list of tensors, but is of type {type(tensors).__name__}"
+        fail(group, operation, reason, TypeError)
     if len(tensors) != group.size():
-        fail(
-            group,
-            operation,
-            f"{what} must hold one tensor for each of {group.size()} ranks, but holds {len(tensors)}",
-        )
+        reason = f"{what} must hold one tensor for each of {group.size()} ranks, but holds {len(tensors)}"
+        fail(group, operation, reason)
     return [check_tensor(group, operation, tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
 
 
@@ -176,12 +169,11 @@ def check_outputs(
     for i, tensor in enumerate(tensors):
         if not tensor.is_contiguous() and repeats_elements(tensor):
             number = f" {i}" if len(tensors) > 1 else ""
-            fail(
-                group,
-                operation,
+            reason = (
                 f"{what}{number} has the shape {list(tensor.shape)} and the strides {list(tensor.stride())}: "
-                "its elements share their memory, so that no result can be written there; give its clone()",
+                "its elements share their memory, so that no result can be written there; give its clone()"
             )
+            fail(group, operation, reason)
 
 
 def check_apart(
@@ -207,12 +199,11 @@ def check_apart(
         for (i, i_writes, one), (j, j_writes, other) in itertools.combinations([used[n] for n in cluster], 2):
             writes = (i_writes and j_writes) if i == j else (i_writes or j_writes)
             if writes and _share_memory(one, other):
-                fail(
-                    group,
-                    operation,
+                reason = (
                     f"tensors of the shapes {list(one.shape)} and {list(other.shape)} share memory, and "
-                    "what is written there would be up to chance; give each memory of its own",
+                    "what is written there would be up to chance; give each memory of its own"
                 )
+                fail(group, operation, reason)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -230,17 +221,13 @@ def check_same_dtype(group: Group, operation: str, tensors: Sequence[torch.Tenso
     first = tensors[0]
     for i, tensor in enumerate(tensors):
         if tensor.dtype is not first.dtype:
-            fail(
-                group,
-                operation,
-                f"{what} must have one data type, but entry 0 is {first.dtype} and entry {i} {tensor.dtype}",
+            reason = (
+                f"{what} must have one data type, but entry 0 is {first.dtype} and entry {i} {tensor.dtype}"
             )
+            fail(group, operation, reason)
         if tensor.device != first.device:
-            fail(
-                group,
-                operation,
-                f"{what} must be on one device, but 0 is on {first.device} and {i} on {tensor.device}",
-            )
+            reason = f"{what} must be on one device, but 0 is on {first.device} and {i} on {tensor.device}"
+            fail(group, operation, reason)
 
 
 def check_numel(
@@ -248,22 +235,15 @@ def check_numel(
 ) -> None:
     """Checks the number of elements of a tensor."""
     if tensor.numel() != numel:
-        fail(
-            group,
-            operation,
-            f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), not {numel}: {because}",
-        )
+        reason = f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), not {numel}: {because}"
+        fail(group, operation, reason)
 
 
 def check_rank(group: Group, operation: str, rank: object, what: str) -> int:
     """Returns ``rank`` where it is a rank of the group."""
     if isinstance(rank, bool) or not isinstance(rank, int):
-        fail(
-            group,
-            operation,
-            f"{what} must be an int, but is {rank!r} of type {type(rank).__name__}",
-            TypeError,
-        )
+        reason = f"{what} must be an int, but is {rank!r} of type {type(rank).__name__}"
+        fail(group, operation, reason, TypeError)
     if not 0 <= rank < group.size():
         fail(group, operation, f"{what} is {rank}, but the ranks of this group are 0 to {group.size() - 1}")
     return rank
@@ -332,12 +312,8 @@ def check_even(group: Group, operation: str, tensors: Sequence[torch.Tensor], wh
     """Checks that tensors are equal in size where the group takes no others."""
     if not group.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
         sizes = [tensor.numel() for tensor in tensors]
-        fail(
-            group,
-            operation,
-            f"{what} of different sizes are not taken: {sizes}",
-            UnsupportedOperationError,
-        )
+        reason = f"{what} of different sizes are not taken: {sizes}"
+        fail(group, operation, reason, UnsupportedOperationError)
 
 
 def check_pairs(
@@ -388,12 +364,11 @@ def check_whole_bytes(
     """
     shared = elements_per_byte(dtype)
     if shared > 1 and any(count % shared for count in counts):
-        fail(
-            group,
-            operation,
+        reason = (
             f"{what} of {dtype} must have a multiple of {shared} elements, which share a byte, but have "
-            f"{list(counts)}",
+            f"{list(counts)}"
         )
+        fail(group, operation, reason)
 
 
 def check_splits(
@@ -409,26 +384,21 @@ def check_splits(
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
-            fail(
-                group,
-                operation,
+            reason = (
                 f"dimension 0 of {what} is {rows} (shape {list(tensor.shape)}), not a multiple of {size}; "
-                "give split sizes",
+                "give split sizes"
             )
+            fail(group, operation, reason)
         return [tensor.numel() // size] * size
     if len(splits) != size:
-        fail(
-            group,
-            operation,
-            f"split sizes of {what} must be one for each of {size} ranks, but are {len(splits)}",
-        )
+        reason = f"split sizes of {what} must be one for each of {size} ranks, but are {len(splits)}"
+        fail(group, operation, reason)
     if any(split < 0 for split in splits):
         fail(group, operation, f"split sizes of {what} must not be negative, but are {list(splits)}")
     if sum(splits) != rows:
-        fail(
-            group,
-            operation,
-            f"split sizes of {what} add up to {sum(splits)} ({list(splits)}), but its dimension 0 is {rows}",
+        reason = (
+            f"split sizes of {what} add up to {sum(splits)} ({list(splits)}), but its dimension 0 is {rows}"
         )
+        fail(group, operation, reason)
     row = tensor.numel() // rows if rows else 0
     return [split * row for split in splits]
