@@ -11,7 +11,7 @@ import json
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -139,14 +139,10 @@ def _read(path: Path) -> FlightFile:
                 f"{path} has the format {values['format']!r}, but this version reads {FORMAT!r}"
             )
         return FlightFile(
-            int(values["rank"]),
-            int(values["process"]),
-            str(values["host"]),
-            str(values["boot"]),
-            str(values["reason"]),
-            int(values["monotonic_ns"]),
-            int(values["time_ns"]),
-            tuple(_group(group) for group in values["groups"]),
+            **_fields(values, rank=int, process=int, host=str, boot=str, reason=str),
+            monotonic=int(values["monotonic_ns"]),
+            time=int(values["time_ns"]),
+            groups=tuple(_group(group) for group in values["groups"]),
         )
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
@@ -157,14 +153,16 @@ def _read(path: Path) -> FlightFile:
         ) from None
 
 
+def _fields(values: Any, **kinds: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns entries of a file by name, each of its kind."""
+    return {name: kind(values[name]) for name, kind in kinds.items()}
+
+
 def _group(values: Any) -> Group:
     group = Group(
-        str(values["name"]),
-        str(values["description"]),
-        str(values["backend"]),
-        int(values["rank"]),
-        tuple(int(rank) for rank in values["global_ranks"]),
-        tuple(_operation(one) for one in values["operations"]),
+        **_fields(values, name=str, description=str, backend=str, rank=int),
+        global_ranks=tuple(int(rank) for rank in values["global_ranks"]),
+        operations=tuple(_operation(one) for one in values["operations"]),
     )
     if not 0 <= group.rank < len(group.global_ranks):
         raise ValueError(f"rank {group.rank} in a group of {len(group.global_ranks)}")
@@ -174,18 +172,12 @@ def _group(values: Any) -> Group:
 def _operation(values: Any) -> Operation:
     shape, ended = values["shape"], values["ended_ns"]
     return Operation(
-        int(values["number"]),
-        str(values["name"]),
-        str(values["detail"]),
-        None if shape is None else tuple(int(extent) for extent in shape),
-        str(values["dtype"]),
-        int(values["bytes"]),
-        float(values["timeout_seconds"]),
-        str(values["state"]),
-        int(values["began_ns"]),
-        None if ended is None else int(ended),
-        str(values["error"]),
-        str(values["site"]),
+        **_fields(values, number=int, name=str, detail=str, dtype=str, state=str, error=str, site=str),
+        shape=None if shape is None else tuple(int(extent) for extent in shape),
+        nbytes=int(values["bytes"]),
+        timeout=float(values["timeout_seconds"]),
+        began=int(values["began_ns"]),
+        ended=None if ended is None else int(ended),
     )
 
 

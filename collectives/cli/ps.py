@@ -162,42 +162,26 @@ def _complaints(group: Group) -> list[str]:
     ]
 
 
+_TOLD = ("local", "sequence", "operation", "inside", "waits_for", "seconds", "message", "site")
+"""What a segment says of a rank, for JSON."""
+
+
 def _values(jobs: list[Job]) -> list[dict[str, object]]:
-    return [
-        {
-            "job": job.name,
-            "groups": [
-                {
-                    "label": group.label,
-                    "failure": group.failure,
-                    "ranks": [
-                        {
-                            "rank": r,
-                            "world_rank": None if rank.process is None else job.world_rank(rank.process),
-                            "process": None if rank.process is None else rank.process.pid,
-                            "state": rank.state,
-                            **{
-                                name: rank.about[name]
-                                for name in (
-                                    "local",
-                                    "sequence",
-                                    "operation",
-                                    "inside",
-                                    "waits_for",
-                                    "seconds",
-                                    "message",
-                                    "site",
-                                )
-                            },
-                        }
-                        for r, rank in enumerate(group.ranks)
-                    ],
-                }
-                for group in job.groups
-            ],
+    def group_values(job: Job, group: Group) -> dict[str, object]:
+        ranks = [rank_values(job, r, rank) for r, rank in enumerate(group.ranks)]
+        return {"label": group.label, "failure": group.failure, "ranks": ranks}
+
+    def rank_values(job: Job, number: int, rank: Rank) -> dict[str, object]:
+        process = rank.process
+        return {
+            "rank": number,
+            "world_rank": None if process is None else job.world_rank(process),
+            "process": None if process is None else process.pid,
+            "state": rank.state,
+            **{name: rank.about[name] for name in _TOLD},
         }
-        for job in jobs
-    ]
+
+    return [{"job": job.name, "groups": [group_values(job, group) for group in job.groups]} for job in jobs]
 
 
 _LINK = "/memfd:collectives (deleted)"

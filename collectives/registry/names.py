@@ -148,18 +148,12 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
             raise ValueError(f"{name!r} cannot be a backend's name")
 
         def make(options: registry.GroupOptions) -> ProcessGroup:
-            if extended_api:
-                about = DistributedBackendOptions(
-                    options.store,
-                    options.rank,
-                    options.size,
-                    options.timeout,
-                    options.group_name,
-                    list(options.global_ranks),
-                    options.device_id,
-                )
-                return func(about, options.pg_options)
-            return func(options.store, options.rank, options.size, options.timeout)
+            about = options.store, options.rank, options.size, options.timeout
+            if not extended_api:
+                return func(*about)
+            ranks = list(options.global_ranks)
+            record = DistributedBackendOptions(*about, options.group_name, ranks, options.device_id)
+            return func(record, options.pg_options)
 
         # A function without the extended interface is given no options.
         spec = registry.BackendSpec(lower, tuple(served), make, option_names=None if extended_api else ())
