@@ -218,8 +218,8 @@ class FlightRecord:
 
     def _read(self, *values: Any) -> RecordedOperation:
         """Returns an operation of the core's ring; times are nanoseconds."""
-        *about, timeout, began, ended, error, site = values
-        operation = RecordedOperation(self, *about, timedelta(microseconds=timeout // 1000), site)
+        number, name, *about, timeout, began, ended, error, site = values
+        operation = RecordedOperation(self, name, number, *about, timedelta(microseconds=timeout // 1000), site)
         operation.began, operation.ended, operation.error = began, ended, error
         return operation
 
