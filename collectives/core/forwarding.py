@@ -53,6 +53,8 @@ def _on_each(name: str) -> Any:
     def method(self: ForwardingGroup, *args: Any) -> None:
         self._each(lambda group: getattr(group, name)(*args))
 
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"Calls that of every group; see :meth:`collectives.ProcessGroup.{name}`."
     return method
 
 

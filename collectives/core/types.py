@@ -156,7 +156,7 @@ _BY_NAME = {name: ReduceOp(name) for name in _CODES}
 _OF_TORCH: dict[Any, ReduceOp] = {
     getattr(_torch_distributed.ReduceOp.RedOpType, name): op for name, op in _BY_NAME.items()
 }
-_PREMUL_SUM = _torch_distributed.ReduceOp.RedOpType.PREMUL_SUM
+_PREMUL_SUM: Any = getattr(_torch_distributed.ReduceOp.RedOpType, "PREMUL_SUM")  # noqa: B009 - for stubs
 for _name, _op in _BY_NAME.items():
     setattr(ReduceOp, _name, _op)
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 - a name of a type, for type checkers

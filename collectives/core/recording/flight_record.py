@@ -218,8 +218,10 @@ class FlightRecord:
 
     def _read(self, *values: Any) -> RecordedOperation:
         """Returns an operation of the core's ring; times are nanoseconds."""
-        number, name, *about, timeout, began, ended, error, site = values
-        operation = RecordedOperation(self, name, number, *about, timedelta(microseconds=timeout // 1000), site)
+        number, name, detail, *tensors, timeout, began, ended, error, site = values
+        limit = timedelta(microseconds=timeout // 1000)
+        made: Any = RecordedOperation
+        operation: RecordedOperation = made(self, name, number, detail, *tensors, limit, site)
         operation.began, operation.ended, operation.error = began, ended, error
         return operation
 
