@@ -153,7 +153,7 @@ def by_functions(dist: ModuleType, other_names: bool = False) -> Issue:
         splits: Any,
         **about: Any,
     ) -> Work | None:
-        names = [name for name in (operation.methods[0], operation.name) if hasattr(dist, name)]
+        names = [name for name in (*operation.methods[:1], operation.name) if hasattr(dist, name)]
         operands = [operand(operation.output, outputs)]
         if not operation.in_place:
             operands.append(operand(operation.input, inputs))
