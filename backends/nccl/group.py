@@ -221,7 +221,7 @@ class ProcessGroupNCCL(ProcessGroup):
                 separate = dense_outputs(call.outputs, separate=True)
                 return separate.finish(self.issue(call.as_(kind, separate.stand_ins)), call.async_op)
             call.outputs = list(call.outputs)  # which a region keeps to its end
-        if kind not in nccl_calls.COLLECTIVES:
+        if kind not in _ADDS:
             return super().issue(call)
         if kind is BARRIER:
             device = self._devices.for_barrier(call.device, self._global_ranks[self._rank])
