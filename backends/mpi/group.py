@@ -31,7 +31,7 @@ from collectives.backends.mpi.libmpi import library
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, native_count
-from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call, Operand
+from collectives.core.operations import ALL_REDUCE_COALESCED, ALL_REDUCE_INTO_TENSOR, BARRIER, Call, Operand
 from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import nanoseconds
@@ -266,7 +266,7 @@ class ProcessGroupMPI(ProcessGroup):
     def issue(self, call: Call) -> Work:
         """Begins a collective in the core, and waits for it where it is synchronous."""
         operation, outputs = call.operation, call.outputs
-        if operation is ALL_REDUCE_COALESCED:
+        if operation in {ALL_REDUCE_COALESCED, ALL_REDUCE_INTO_TENSOR}:
             return super().issue(call)
         described = self._operations.of(call, self._timeout)
         earlier = self._engine.earlier() if operation is BARRIER else []
