@@ -77,7 +77,7 @@ class _Request:
     blocks: bool = False
 
 
-_ADDS = {operation: getattr(CallSequence, operation.handler) for operation in OPERATIONS}
+_ADDS = {one: getattr(CallSequence, one.handler) for one in OPERATIONS if hasattr(CallSequence, one.handler)}
 """What adds each collective to a sequence."""
 
 _Placed = dict[StreamedCommunicator, list[_Request]]
