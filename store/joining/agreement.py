@@ -95,19 +95,7 @@ def exchange(
     """
     outcome, why = f"{key}/outcome", why or _blame(limit, late)
     end = time.monotonic() + limit.total_seconds()
-
-    def settle() -> list[int]:
-        """Writes the answer if all have come; returns who has not."""
-        keys = {one: f"{key}/{one}" for one in ranks}
-        all_here = store.check([*keys.values()])
-        here = [one for one in ranks if all_here or store.check([keys[one]])]
-        records = fetch_all(store, [keys[one] for one in here], check)
-        if len(here) == len(ranks):
-            try:
-                _decide(store, key, {"answer": combine(records)})
-            except DistError as error:
-                give_up(store, key, error)
-        return [one for one in ranks if one not in here]
+    settle = partial(_settle, store, key, ranks, check, combine)
 
     with _blaming_lost(ranks, lost_ranks, why, where):
         try:
@@ -132,6 +120,26 @@ def exchange(
     if isinstance(found, DistError):
         raise _at(where, found)
     return found
+
+
+def _settle(
+    store: Any,
+    key: str,
+    ranks: Sequence[int],
+    check: Callable[[Any], Any],
+    combine: Callable[[list[Any]], Any],
+) -> list[int]:
+    """Writes the answer if all have come and nobody has written it; returns who has not come."""
+    if store.check([f"{key}/outcome"]):  # whoever has read it has deleted its record
+        return []
+    records = [f"{key}/{one}" for one in ranks]
+    if not store.check(records):
+        return [one for one, told in zip(ranks, records, strict=True) if not store.check([told])]
+    try:
+        _decide(store, key, {"answer": combine(fetch_all(store, records, check))})
+    except DistError as error:
+        give_up(store, key, error)
+    return []
 
 
 def give_up(store: Any, key: str, error: DistError) -> None:

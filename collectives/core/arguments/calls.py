@@ -45,7 +45,7 @@ def overload_arguments(
         root: the root, for the form without a record.
         timeout: the time limit, for the form without a record.
     """
-    if hasattr(opts, "asyncOp"):
+    if opts is not None and hasattr(opts, "asyncOp"):
         if getattr(opts, "sparseIndices", None) is not None:
             raise UnsupportedOperationError(
                 "all_reduce: sparseIndices of the option record are not taken; give the sparse tensor itself"
