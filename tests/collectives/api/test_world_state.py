@@ -214,7 +214,7 @@ def disagrees(rank: int, size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "values"),
     [
-        ("backend", "rank 0 has 'cpu:host', rank 1 has 'cpu:gloo'"),
+        ("backend", "rank 0 has 'cpu:host', rank 1 has 'cpu:gloo,cuda:gloo'"),
         ("world_size", "rank 0 has 3, rank 1 has 4"),
     ],
 )

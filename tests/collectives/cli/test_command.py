@@ -63,7 +63,7 @@ def test_backends(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["backend", "devices", "usable"]
     table = {line.split()[0]: line for line in lines[1 : lines.index("")]}
-    assert table["gloo"].split() == ["gloo", "cpu", "yes"]
+    assert table["gloo"].split() == ["gloo", "cpu,", "cuda", "yes"]
     assert table["absent"].split()[2] == "no"
     assert "needs no_such_package" in table["absent"]
     assert table["absent"].count("python -m pip install no-such-package") == 1

@@ -14,7 +14,7 @@ import collectives
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.doctor.command import _reduce as reduce_smoke
-from collectives.core.operations import Call
+from collectives.core.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, BARRIER, Call
 from collectives.core.work import CompletedWork, Work
 from collectives.ranks.processes import commands
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
@@ -64,22 +64,15 @@ def cross(rank: int, connection: Connection, size: int, path: str, times: int) -
 class FaultyGloo(ProcessGroupGloo):
     """Gloo whose all-reduce and all-gather spoil the last element on rank 1, and whose barrier is none."""
 
-    def _all_reduce(self, call: Call) -> Work:
-        work = super()._all_reduce(call)
-        work.wait()
-        if self.rank() == 1:
-            call.output.view(-1)[-1] += 1
+    def issue(self, call: Call) -> Work:
+        if call.operation is BARRIER:
+            return CompletedWork([])
+        work = super().issue(call)
+        if call.operation in {ALL_REDUCE, ALL_GATHER_INTO_TENSOR}:
+            work.wait()
+            if self.rank() == 1:
+                call.output.view(-1)[-1] += 1
         return work
-
-    def _all_gather_into_tensor(self, call: Call) -> Work:
-        work = super()._all_gather_into_tensor(call)
-        work.wait()
-        if self.rank() == 1:
-            call.output.view(-1)[-1] += 1
-        return work
-
-    def _barrier(self, call: Call) -> Work:
-        return CompletedWork([])
 
 
 def create_faulty(store: Any, rank: int, size: int, timeout: timedelta) -> FaultyGloo:
