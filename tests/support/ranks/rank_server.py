@@ -256,6 +256,8 @@ def serve_forks(control: socket.socket) -> None:
             try:
                 control.close()
                 connection_fd, log_fd = fds
+                # Makes torch's pool of threads anew, which threads of the rank would do at the same time.
+                sys.modules["torch"].set_num_threads(1)
                 be_rank(Connection(connection_fd), log_fd)
                 status = 0
             except BaseException:  # noqa: BLE001 - a forked process must not go on in the server's code
