@@ -198,7 +198,8 @@ def all_reduce_into_tensor(
         The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
 
     Raises:
-        ValueError: the tensors differ in size, data type or device, or PREMUL_SUM has no factor.
+        ValueError: the tensors differ in size, data type or device, or overlap in part, or PREMUL_SUM has no
+            factor.
         UnsupportedOperationError: the group does not take such a device, data type or reduction.
         DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
             ``Work.wait()`` raises it.

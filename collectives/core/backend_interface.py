@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collectives.core.arguments.staging import dense, dense_outputs, write
+from collectives.core.arguments.staging import dense, dense_outputs, is_dense, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Call
 from collectives.core.work import CoalescedWork, FinishingWork, Work
@@ -242,6 +242,8 @@ class BackendInterface(Uncompiled, ABC):
         """All-reduce of the output, into which the input is copied."""
         if call.output.data_ptr() != call.input.data_ptr():
             write(call.output, dense(call.input))
+        elif not (is_dense(call.output) and is_dense(call.input)):  # views of the same memory
+            write(call.output, dense(call.input).clone())
         return self.issue(call.as_(ALL_REDUCE, call.outputs))
 
     def _reduce(self, call: Call) -> Work:

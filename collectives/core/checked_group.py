@@ -224,6 +224,8 @@ class CheckedGroup(ForwardingGroup):
         if operation is operations.ALL_REDUCE_COALESCED:
             for tensor in call.outputs:
                 self._compare_call(call.as_(operations.ALL_REDUCE, [tensor]))
+        elif operation is operations.ALL_REDUCE_INTO_TENSOR:  # other ranks may call all_reduce
+            self._compare_call(call.as_(operations.ALL_REDUCE, call.inputs))
         elif operation is operations.ALL_TO_ALL:
             sent, received = ([tensor.numel() for tensor in list_] for list_ in (call.inputs, call.outputs))
             self._compare_exchange(call, sent, received)

@@ -137,7 +137,8 @@ def receive_of_a_part(rank: int, size: int, layer: str, turns: int) -> None:
                             given.fill_(FREED)
                             dist.recv(got, 0)
                             assert given.eq(FREED).all(), turn
-                            assert got.eq(SENT + 2 * turn + received).all(), turn
+                            found = got.unique(return_counts=True)
+                            assert got.eq(SENT + 2 * turn + received).all(), (turn, received, found)
                             received += 1
                     if done:
                         assert given.eq(SENT + 2 * turn + received).all(), turn

@@ -15,6 +15,7 @@ from torch_world import run_torch
 
 import collectives
 from collectives import ProcessGroup, ReduceOp
+from collectives.core.operations import ALL_REDUCE_INTO_TENSOR
 
 NAMES = [name for name in BY_NAME if name != "barrier"]
 LAYOUTS = ("ab", "abc", "aabb", "abbb", "abab")
@@ -228,3 +229,26 @@ def other_tensors(group: ProcessGroup) -> None:
 
 def test_other_kinds_of_tensors(backend: str, world_size: int) -> None:
     run_ranks(other_tensors, world_size, backend=backend)
+
+
+def views_of_the_same_memory(group: ProcessGroup) -> None:
+    """Outputs that are views of inputs are summed right, or refused where they overlap in part."""
+    size, square = group.size(), torch.arange(9.0).view(3, 3)
+    for output, view in ((lambda x: x, torch.t), (torch.t, lambda x: x), (torch.t, torch.t)):
+        tensor = square.clone()
+        group.call(ALL_REDUCE_INTO_TENSOR, output(tensor), view(tensor), op=ReduceOp.SUM).wait()
+        assert output(tensor).equal(size * view(square))
+    complex_ = torch.complex(square, square)
+    group.call(ALL_REDUCE_INTO_TENSOR, mine := complex_.clone(), mine.conj(), op=ReduceOp.SUM).wait()
+    assert mine.equal(size * complex_.conj().resolve_conj())
+    for first, second in ((slice(1, None), slice(-1)), (slice(-1), slice(1, None))):
+        tensor = torch.ones(5)
+        with pytest.raises(ValueError, match="share memory"):
+            group.call(ALL_REDUCE_INTO_TENSOR, tensor[first], tensor[second], op=ReduceOp.SUM)
+    tensor = torch.ones(8)
+    group.call(ALL_REDUCE_INTO_TENSOR, tensor[4:], tensor[:4], op=ReduceOp.SUM).wait()
+    assert tensor.tolist() == [1] * 4 + [size] * 4
+
+
+def test_outputs_that_are_views_of_inputs(backend: str, world_size: int) -> None:
+    run_ranks(views_of_the_same_memory, world_size, backend=backend)

@@ -179,6 +179,8 @@ def _check_sizes(group: Membership, call: Call) -> None:
     tensors = [tensor for operand in (single | lists).values() for tensor in operand]
     check.check_same_dtype(group, name, tensors, " and ".join(single | lists))
     check.check_numel(group, name, own, output, size, because)
+    if operation is operations.ALL_REDUCE_INTO_TENSOR and own.data_ptr() != call.input.data_ptr():
+        check.check_apart(group, name, [[own], []], [[], call.inputs])
     listed = [tensor for operand in lists.values() for tensor in operand]
     check.check_even(group, name, listed, " and ".join(lists))
 
