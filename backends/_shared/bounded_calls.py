@@ -74,4 +74,5 @@ class BoundedCalls:
             if look is not None:
                 look()
                 pause = min(_LOOK_SECONDS, left)
+        self._latest = None  # whose exception holds its callers' frames
         return made.result()

@@ -27,6 +27,7 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.in_flight import PendingOperation
 from collectives.backends.nccl.library import NcclError, NcclStatus
+from collectives.core.work import without_frames
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 from collectives.logs import Log
 from collectives.store.prefix import PrefixStore
@@ -180,7 +181,7 @@ class Failures:
         """Raises if the group has ended, or has to because ranks will not come to a communicator."""
         self.check_peers(None, missing)
         if self._cause is not None:
-            raise self._cause
+            raise without_frames(self._cause)
 
     def check_peers(self, pending: PendingOperation | None, needed: Collection[int] | None) -> None:
         """Breaks the group if another rank is gone or has given up.
@@ -276,7 +277,7 @@ class Failures:
         with self._lock:
             if self._cause is not None:
                 return
-            self._cause = cause
+            self._cause = without_frames(cause)  # which would hold the group
             self.over = True
             if pending is not None and pending.error is None:
                 pending.fail(cause)

@@ -149,9 +149,10 @@ class NcclWork(Work):
         """
         with self._lock:
             if self._future is None:
-                self._future = self._pending.device.future()
+                future = self._pending.device.future()
                 if not isinstance(self._pending, KeptBack):
-                    self._complete(self._future)
+                    self._complete(future)
+                self._future = future
             return self._future
 
     def _complete(self, future: Future[Any]) -> None:

@@ -42,6 +42,7 @@ Async = Literal[True]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
+_E = TypeVar("_E", bound=BaseException)
 
 
 def fail(future: Future[_T], error: BaseException) -> None:
@@ -51,7 +52,7 @@ def fail(future: Future[_T], error: BaseException) -> None:
     collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
     """
     future._set_unwrap_func(_Failure.raise_error)
-    future.set_result(_Failure(_without_frames(error)))  # type: ignore[arg-type]
+    future.set_result(_Failure(without_frames(error)))  # type: ignore[arg-type]
 
 
 class _Failure:
@@ -65,7 +66,7 @@ class _Failure:
         self._error = error
 
     def raise_error(self) -> NoReturn:
-        raise _without_frames(self._error)
+        raise without_frames(self._error)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         self.raise_error()
@@ -81,7 +82,7 @@ def settle(
         fail(future, error)
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: _E) -> _E:
     """Returns a copy of an error and of its causes that no frame has raised."""
     try:
         fresh = copy.copy(error)
@@ -90,7 +91,7 @@ def _without_frames(error: BaseException) -> BaseException:
     for name in ("__cause__", "cause"):  # the attribute of a DistError
         first = getattr(error, name, None)
         if isinstance(first, BaseException):
-            setattr(fresh, name, _without_frames(first))
+            setattr(fresh, name, without_frames(first))
     return fresh
 
 

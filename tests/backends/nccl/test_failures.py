@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -434,6 +435,26 @@ def dropped(group: Any, path: Path) -> None:
     is_broken(group, "was shut down")
 
 
+def dropped_when_broken(group: Any, path: Path) -> None:
+    """The error that broke a group holds neither it nor the frames in which it was raised."""
+    import torch.distributed as torch_dist
+
+    rank, size, store = group.rank(), group.size(), group.get_group_store()
+    prefix = torch_dist.PrefixStore("broken", store)
+    other = make_group(path, "cupy", rank, size, prefix, group_name="broken")
+    other.allreduce(torch.ones(1)).wait()
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            other.allreduce(torch.ones(1), timeout=timedelta(seconds=1)).wait(BLOCKS)
+    gate("expired", group)
+    with pytest.raises(DistBackendError):
+        other.recv(torch.ones(1), 1 - rank)
+    here = weakref.ref(other)
+    del other
+    assert eventually(lambda: gc.collect() >= 0 and here() is None)
+    group.barrier().wait()
+
+
 def lost_under_objects(group: ProcessGroup) -> None:
     """Memory that a lost rank did not fill is not taken for its object."""
     if group.rank() == 1:
@@ -493,6 +514,7 @@ def test_failures(nccl_library: Path, body: Any, size: int, more: dict[str, Any]
         left_behind,
         on_a_device_with_an_error,
         dropped,
+        dropped_when_broken,
     ],
     ids=lambda body: body.__name__,
 )
