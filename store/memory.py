@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from collectives.store.base import Store
 
@@ -71,7 +71,7 @@ class ContentStore(Store):
     Derived classes say how a call gets hold of it, how it changes, and how one waits for changes of others.
     """
 
-    def _holding(self, *, exclusive: bool, limit: float | None = None) -> AbstractContextManager[Content]:
+    def _holding(self, *, exclusive: bool, limit: float | None = None) -> AbstractContextManager[Any]:
         """Holds the content up to date, which nobody else changes meanwhile.
 
         Args:
@@ -107,7 +107,8 @@ class ContentStore(Store):
             self._change(*((Change.SET, key, value) for key, value in pairs))
 
     def _add(self, key: str, amount: int, limit: float | None = None) -> int:
-        with self._holding(exclusive=True, limit=limit) as content:
+        with self._holding(exclusive=True, limit=limit):
+            content = self._content()
             before = content.count(key)
             if before is None or not -(2**63) <= before + amount < 2**63:
                 self._raise_not_a_counter(key, amount, content.values[key])
@@ -116,11 +117,13 @@ class ContentStore(Store):
             return before + amount
 
     def _check(self, keys: list[str]) -> bool:
-        with self._holding(exclusive=False) as content:
+        with self._holding(exclusive=False):
+            content = self._content()
             return content.all_there(keys)
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        with self._holding(exclusive=True) as content:
+        with self._holding(exclusive=True):
+            content = self._content()
             current = content.values.get(key)
             if current is None and expected:
                 return expected
@@ -130,17 +133,20 @@ class ContentStore(Store):
             return current
 
     def _delete_key(self, key: str) -> bool:
-        with self._holding(exclusive=True) as content:
+        with self._holding(exclusive=True):
+            content = self._content()
             there = key in content.values
             self._change((Change.REMOVE, key, b""))
             return there
 
     def _num_keys(self) -> int:
-        with self._holding(exclusive=False) as content:
+        with self._holding(exclusive=False):
+            content = self._content()
             return len(content.values)
 
     def _list_keys(self) -> list[str]:
-        with self._holding(exclusive=False) as content:
+        with self._holding(exclusive=False):
+            content = self._content()
             return list(content.values)
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
@@ -174,7 +180,8 @@ class ContentStore(Store):
         )
 
     def _queue_len(self, key: str) -> int:
-        with self._holding(exclusive=False) as content:
+        with self._holding(exclusive=False):
+            content = self._content()
             return len(content.queues.get(key, ()))
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
@@ -200,7 +207,8 @@ class ContentStore(Store):
         Returns:
             The count before.
         """
-        with self._holding(exclusive=True, limit=0.0) as content:
+        with self._holding(exclusive=True, limit=0.0):
+            content = self._content()
             count = content.count(key) or 0
             if 1 < count < world_size:
                 self._change((Change.SET, key, str(count - 1).encode()))
@@ -214,11 +222,26 @@ class ContentStore(Store):
 
 
 class _Waiter:
-    """One waiting call: what it waits for, and how it is woken."""
+    """One waiting call: what it waits for, and how it is woken.
 
-    def __init__(self, keys: list[str]) -> None:
+    Attributes:
+        ask: what it asks when the keys are there; ``None`` for one that is to ask itself, as it takes values.
+        answer: what it was told when it was woken, since keys may be deleted before it runs.
+    """
+
+    def __init__(self, keys: list[str], ask: Callable[[Content], Any] | None) -> None:
         self.keys = keys
+        self.ask = ask
+        self.answer: Any = None
         self.woken = threading.Event()
+
+    def is_ready(self, content: Content) -> bool:
+        if not content.all_there(self.keys):
+            return False
+        if self.ask is None:
+            return True
+        self.answer = self.ask(content)
+        return self.answer is not None
 
 
 class _Shared:
@@ -229,16 +252,9 @@ class _Shared:
         self.content = Content()
         self.waiters: list[_Waiter] = []  # the longest waiting first
 
-    def __enter__(self) -> Content:
-        self.lock.acquire()
-        return self.content
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
     def wake(self, key: str, most: int | None = None) -> None:
         """Wakes waits that a key was the last missing one of: all, or the first."""
-        ready = [one for one in self.waiters if key in one.keys and self.content.all_there(one.keys)]
+        ready = [one for one in self.waiters if key in one.keys and one.is_ready(self.content)]
         for waiter in ready[:most]:
             self.waiters.remove(waiter)
             waiter.woken.set()
@@ -263,8 +279,9 @@ class HashStore(ContentStore):
     def _content(self) -> Content:
         return self._shared.content
 
-    def _holding(self, *, exclusive: bool, limit: float | None = None) -> _Shared:  # noqa: ARG002
-        return self._shared
+    def _holding(self, *, exclusive: bool, limit: float | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        # Not a context manager in Python, in which a signal's handler that raises could leave the lock held.
+        return self._shared.lock
 
     def _change(self, *changes: tuple[Change, str, bytes]) -> None:
         for change, key, value in changes:
@@ -278,18 +295,21 @@ class HashStore(ContentStore):
         keys: list[str],
         limit: float,
         *,
-        exclusive: bool = False,  # noqa: ARG002
+        exclusive: bool = False,
     ) -> _T | None:
         deadline = time.monotonic() + limit
         while True:
-            with self._shared as content:
+            with self._shared.lock:
+                content = self._shared.content
                 answer = ask(content)
                 if answer is not None:
                     return answer
-                waiter = _Waiter(keys)
+                waiter = _Waiter(keys, None if exclusive else ask)
                 self._shared.waiters.append(waiter)
             if not self._sleep(waiter, deadline):
                 return None
+            if waiter.answer is not None:
+                return waiter.answer  # type: ignore[no-any-return]
 
     def _sleep(self, waiter: _Waiter, deadline: float) -> bool:
         """Waits to be woken; tells whether it was. The waiter is off the list afterwards."""
@@ -297,14 +317,15 @@ class HashStore(ContentStore):
             # Event.wait takes no more than threading.TIMEOUT_MAX.
             waiter.woken.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except BaseException:
-            with self._shared as content:
+            with self._shared.lock:
+                content = self._shared.content
                 if waiter in self._shared.waiters:
                     self._shared.waiters.remove(waiter)
                 else:  # woken just now: the value that this thread will not take is for another
                     for key in content.queues.keys() & waiter.keys:
                         self._shared.wake(key, 1)
             raise
-        with self._shared:
+        with self._shared.lock:
             if waiter in self._shared.waiters:
                 self._shared.waiters.remove(waiter)
                 return False

@@ -130,10 +130,11 @@ def _settle(
     combine: Callable[[list[Any]], Any],
 ) -> list[int]:
     """Writes the answer if all have come and nobody has written it; returns who has not come."""
-    if store.check([f"{key}/outcome"]):  # whoever has read it has deleted its record
-        return []
     records = [f"{key}/{one}" for one in ranks]
-    if not store.check(records):
+    all_here = store.check(records)
+    if store.check([f"{key}/outcome"]):  # asked last: whoever has read it has deleted its record
+        return []
+    if not all_here:
         return [one for one, told in zip(ranks, records, strict=True) if not store.check([told])]
     try:
         _decide(store, key, {"answer": combine(fetch_all(store, records, check))})
@@ -160,7 +161,8 @@ def _decide(store: Any, key: str, outcome: dict[str, Any]) -> None:
     try:
         store.compare_set(key, "", value)
     except (NotImplementedError, AttributeError):  # a user's store may lack it
-        store.set(key, value)
+        if not store.check([key]):
+            store.set(key, value)
 
 
 def _outcome(record: Any, read: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+
 import pytest
+from threads import on_threads
 
 import collectives
 
@@ -50,3 +54,25 @@ def test_store_without_any_method_says_what_it_lacks() -> None:
     ):
         with pytest.raises(NotImplementedError, match=rf"^Not implemented: Nothing has no {name}\(\)"):
             call()
+
+
+@pytest.mark.parametrize(("call", "told"), [("wait", None), ("multi_get", [b"value"])])
+def test_a_key_that_is_deleted_at_once_has_been_there(call: str, told: object) -> None:
+    """Whoever waits in a HashStore is told of a key, even if it is gone before the thread runs."""
+    store, done = collectives.HashStore(), threading.Event()
+
+    def ask() -> object:
+        try:
+            return getattr(store, call)(["key"])
+        finally:
+            done.set()
+
+    def set_and_delete() -> None:
+        for _ in range(10):  # the other thread waits before the first, or one of the others
+            if done.wait(0.2):
+                return
+            store.set("key", "value")
+            store.delete_key("key")
+
+    store.set_timeout(timedelta(seconds=2))
+    assert on_threads(ask, set_and_delete) == [told, None]
