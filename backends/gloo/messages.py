@@ -176,7 +176,9 @@ class Messages:
             owner = self._owner
             owner.check_usable(operation)
             local = self._loopback.receive(into, tag, self._rank)
-            receive = MessageGlooWork(owner, local, operation, operation.begin(), self._rank)
+            receive = MessageGlooWork(
+                owner, local, operation, operation.begin(), self._rank, has_ended=local.has_ended
+            )
             if local.has_ended():
                 receive.wait_until_done()
             return staged.finish(receive)

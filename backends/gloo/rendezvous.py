@@ -89,7 +89,9 @@ def connect(
         try:
             made = torch_distributed.ProcessGroupGloo(_ProvedStore("gloo", options.store), rank, size, chosen)
         except (RuntimeError, TimeoutError) as error:
-            give_up(options.store, "connected", DistBackendError(failed(f"rank {rank} failed with: {error}")))
+            if not on_demand:  # else nobody asks
+                why = failed(f"rank {rank} failed with: {error}")
+                give_up(options.store, "connected", DistBackendError(why))
             raise
         if not on_demand:
             meet("connected")

@@ -171,6 +171,7 @@ class MessageGlooWork(OperationWork):
         recorded: its entry in the flight record.
         source: sender, where the receive names one; -1 for a receive from any, ``None`` for a send.
         forget: called with this Work when it is done or failed.
+        has_ended: whether ``inner``'s wait returns at once, where that can be told.
     """
 
     _owner: Owner
@@ -183,8 +184,10 @@ class MessageGlooWork(OperationWork):
         recorded: RecordedOperation,
         source: int | None,
         forget: Callable[[MessageGlooWork], None] = lambda _: None,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(owner, operation, recorded)
+        self._inner_has_ended = has_ended
         self._forget = forget
         self._inner: Any = inner
         self._source = source
@@ -260,7 +263,10 @@ class MessageGlooWork(OperationWork):
     def is_completed(self) -> bool:
         """Returns whether the message is done or failed."""
         if not self._done.is_set():
-            self._ensure_waited()
+            if self._inner_has_ended():
+                self.wait_until_done()
+            else:
+                self._ensure_waited()
         return self._done.is_set()
 
     def source_rank(self) -> int:

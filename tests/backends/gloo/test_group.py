@@ -279,6 +279,19 @@ def test_a_message_to_oneself_that_gloo_cannot_match() -> None:
     run_ranks(unmatched_self, 2, backend="gloo")
 
 
+def done_when_sent(group: ProcessGroup) -> None:
+    """A receive from the own rank is done as soon as the message is sent, however it is asked."""
+    for name, answer in (("is_completed", True), ("result", [torch.ones(1)]), ("source_rank", group.rank())):
+        work = group.recv(torch.empty(1), group.rank(), 1)
+        assert not work.is_completed()
+        group.send(torch.ones(1), group.rank(), 1)
+        assert getattr(work, name)() == answer
+
+
+def test_a_receive_from_oneself_is_done_when_it_is_sent() -> None:
+    run_ranks(done_when_sent, 1, backend="gloo")
+
+
 def wrong_size(group: ProcessGroup) -> None:
     group.send(torch.ones(3), group.rank(), 1)
     with pytest.raises(ValueError, match="has 12 bytes, but the tensor to receive it has 8"):
