@@ -34,6 +34,9 @@ _ANY_DEPARTURE = "departures"
 """Key that is there as soon as a rank has published a departure, so that one look tells that none has."""
 
 
+_MOST_ASKED = 16
+"""How many ranks' records a look asks for one by one."""
+
 _LEFT = "left"
 """Key with the number of ranks that have left."""
 
@@ -62,6 +65,7 @@ class Liveness:
         self._rank = rank
         self._size = size
         self._records: dict[int, tuple[bytes, ProcessIdentity | None]] = {}
+        self._next_asked = 0
         own = current_process()
         if own.start:  # without /proc nobody is ever found dead
             publish(store, f"process/{rank}", own.to_bytes().hex())
@@ -144,11 +148,17 @@ class Liveness:
     def read_records(self) -> None:
         """Reads the records that are there and not known yet: ends show then though the store ends, too.
 
+        Asks for a few of those that are not all there, in turn, so that many ranks may wait for many.
+
         Raises the store's errors.
         """
         ranks = [r for r in range(self._size) if r != self._rank and r not in self._records]
         keys = [f"process/{r}" for r in ranks]
         if keys and not self._store.check(keys):
+            first = self._next_asked % len(ranks)
+            ranks = [*ranks[first:], *ranks[:first]][:_MOST_ASKED]
+            self._next_asked = first + _MOST_ASKED
+            keys = [f"process/{r}" for r in ranks]
             here = [self._store.check([key]) for key in keys]
             ranks, keys = list(compress(ranks, here)), list(compress(keys, here))
         several = keys and self._store.has_extended_api()

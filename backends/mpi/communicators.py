@@ -100,7 +100,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str, liveness: 
     }
     published = exchange(
         options.store,
-        "mpi",
+        "mpi/members",
         options.rank,
         range(options.size),
         options.timeout,
@@ -108,7 +108,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str, liveness: 
         record=mine,
         check=_process,
         combine=list,
-        read=lambda answer: [_process(one) for one in answer],
+        read=partial(_processes, options.size),
         late=CollectiveTimeoutError,
         lost_ranks=partial(liveness.lost_ranks, None),
     )
@@ -127,6 +127,11 @@ def _world_ranks(library: Library, options: GroupOptions, where: str, liveness: 
             "some of them twice; start all by one mpirun"
         )
     return members
+
+
+def _processes(size: int, answer: Any) -> list[Checked]:
+    demand(isinstance(answer, list) and len(answer) == size, f"{answer!r} of {size} ranks")
+    return [_process(one) for one in answer]
 
 
 def _process(record: Any) -> Checked:
