@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -748,7 +748,7 @@ class Recovery:
     def owe(self, report: ErrorReport) -> None:
         """Takes note that this rank leaves a pass before it knows how that ends."""
         self._break_off()
-        self.owed = report
+        self.owed = replace(report, cause=None)  # whose frames hold buckets, and what users raise it over
 
     def leave(self, report: ErrorReport, note: str = "") -> GradientSyncError:
         """Returns what this rank can tell alone of a pass that broke off; the ranks meet before the next one.
