@@ -203,8 +203,8 @@ def waits(rank: int, size: int, layer: str) -> None:
     works.append(dist.all_reduce(reduced, async_op=True))
     with alarms():
         for work in works:
-            signal.setitimer(signal.ITIMER_REAL, 0.03)
             with pytest.raises(AlarmError):
+                signal.setitimer(signal.ITIMER_REAL, 0.03)
                 work.wait()
     store.set("interrupted", "x")
     for work in works:

@@ -79,23 +79,16 @@ const char* name_of(Calls::End end) {
 }
 
 // NCCL's functions by the places of their addresses.
-enum Function : std::uint8_t {
-  all_reduce,
-  reduce,
-  broadcast,
-  all_gather,
-  reduce_scatter,
-  send,
-  recv,
-  function_count
+struct NcclFunction {
+  enum Place : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, send, recv, count };
 };
-constexpr std::array<const char*, function_count> kNames = {
+constexpr std::array<const char*, NcclFunction::count> kNames = {
     "ncclAllReduce",     "ncclReduce", "ncclBroadcast", "ncclAllGather",
     "ncclReduceScatter", "ncclSend",   "ncclRecv"};
 
 class Communicator {
  public:
-  using Functions = std::array<std::uintptr_t, function_count>;
+  using Functions = std::array<std::uintptr_t, NcclFunction::count>;
 
   Communicator(const Functions& functions, std::uintptr_t handle, nb::object error, nb::object refusal)
       : functions_(functions),
@@ -109,7 +102,7 @@ class Communicator {
 
   // Calls a function, which takes `given`, the communicator and the stream.
   template <class... Kinds>
-  void issue(Function function, void* stream, Kinds... given) const {
+  void issue(NcclFunction::Place function, void* stream, Kinds... given) const {
     const OpenGroups::Entry entry = OpenGroups::of_this_thread().enter(calls_);
     if (entry == OpenGroups::Entry::refused) raise(refusal_(kNames[function], name_of(calls_->end())));
     int status = 0;
@@ -150,7 +143,7 @@ using Handle = nb::handle;
 
 // The method for a function, by the kinds of its arguments before communicator and stream as `nccl.h` has
 // them: buffers, the count, codes of type, reduction, root or peer.
-template <Function function, class... Kinds>
+template <NcclFunction::Place function, class... Kinds>
 void call(const Communicator& self, Handle<Kinds>... given, nb::handle stream) {
   const char* const name = kNames[function];
   self.issue(function, from<void*>(name, stream), from<Kinds>(name, given)...);
@@ -234,13 +227,13 @@ void bind_nccl(nb::module_& module) {
       .def(nb::init<const Communicator::Functions&, std::uintptr_t, nb::object, nb::object>(),
            nb::arg("functions"), nb::arg("handle"), nb::arg("error"), nb::arg("refusal"))
       .def_static("functions", [] { return std::vector<std::string>(kNames.begin(), kNames.end()); })
-      .def("all_reduce", &call<all_reduce, void*, void*, std::size_t, int, int>)
-      .def("reduce", &call<reduce, void*, void*, std::size_t, int, int, int>)
-      .def("broadcast", &call<broadcast, void*, void*, std::size_t, int, int>)
-      .def("all_gather", &call<all_gather, void*, void*, std::size_t, int>)
-      .def("reduce_scatter", &call<reduce_scatter, void*, void*, std::size_t, int, int>)
-      .def("send", &call<send, void*, std::size_t, int, int>)
-      .def("recv", &call<recv, void*, std::size_t, int, int>)
+      .def("all_reduce", &call<NcclFunction::all_reduce, void*, void*, std::size_t, int, int>)
+      .def("reduce", &call<NcclFunction::reduce, void*, void*, std::size_t, int, int, int>)
+      .def("broadcast", &call<NcclFunction::broadcast, void*, void*, std::size_t, int, int>)
+      .def("all_gather", &call<NcclFunction::all_gather, void*, void*, std::size_t, int>)
+      .def("reduce_scatter", &call<NcclFunction::reduce_scatter, void*, void*, std::size_t, int, int>)
+      .def("send", &call<NcclFunction::send, void*, std::size_t, int, int>)
+      .def("recv", &call<NcclFunction::recv, void*, std::size_t, int, int>)
       .def("enter", &Communicator::enter, nb::arg("function"))
       .def("leave", &Communicator::leave)
       .def("close", &Communicator::close, nb::arg("aborts"), nb::arg("patience").none() = nb::none())

@@ -372,5 +372,5 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     assert names["host-cost"] == {"all", *speed.LIMITS}
     assert len(names["tests"]) == 1
     text = page.read_text("utf-8")
-    assert text.count("Plotly.newPlot(") == 2
+    assert text.count("Plotly.newPlot(") >= 2
     assert "all_reduce, cupy, 2 ranks" in text
