@@ -187,6 +187,11 @@ def test_an_interrupted_send_leaves_whole_or_not_at_all(layer: str, placement: s
     run(layer, send, 3, placement=placement)
 
 
+def wait_with_alarm(work: Any) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    work.wait()
+
+
 def waits(rank: int, size: int, layer: str) -> None:
     """An alarm ends the wait for operations that go on when somebody waits again."""
     dist = importlib.import_module(layer)
@@ -204,8 +209,7 @@ def waits(rank: int, size: int, layer: str) -> None:
     with alarms():
         for work in works:
             with pytest.raises(AlarmError):
-                signal.setitimer(signal.ITIMER_REAL, 0.03)
-                work.wait()
+                wait_with_alarm(work)
     store.set("interrupted", "x")
     for work in works:
         work.wait()
