@@ -197,8 +197,8 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_system(body: Callable[[int, int], None]) -> None:
-    run_torch(body, 4)
+    run_torch(body, 4, isolated=True)  # torch keeps meshes of worlds that have ended
 
 
 def test_checkpoint(tmp_path) -> None:
-    run_torch(saved_while_training, 4, str(tmp_path))
+    run_torch(saved_while_training, 4, str(tmp_path), isolated=True)
