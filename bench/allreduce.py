@@ -12,7 +12,8 @@ import argparse
 
 from collectives.bench.comparison import command as comparison
 from collectives.bench.comparison.command import READING
-from collectives.bench.comparison.measurement import Options, measure
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 

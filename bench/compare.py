@@ -22,8 +22,6 @@ from collectives.bench.core.arguments import failing_as_command, parse_names
 from collectives.bench.core.records import SCHEMA, Column, Timing
 from collectives.bench.core.text import table_lines
 
-__all__ = ["Change", "Run", "add_arguments", "changes", "read_run", "run"]
-
 Point = tuple[Any, ...]
 """What two records are compared by: the values of their kind's fields."""
 

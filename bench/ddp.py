@@ -38,47 +38,646 @@ best algorithms do it; *link* what the interface of a machine sends, headers inc
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+
+import collectives
+from collectives.bench.comparison.operations import OPERATIONS as MEASURED
+from collectives.bench.comparison.operations import bus_factor
 from collectives.bench.core.arguments import (
     add_files,
-    add_iterations,
-    add_machines,
-    add_rank_options,
-    add_ranks,
+    add_options,
     at_least,
     conclude,
     failing_as_command,
+    option,
     options_from,
     parse_names,
     show_progress,
 )
-from collectives.bench.core.barrier import barrier_memory
-from collectives.bench.core.devices import DEVICES, Device, check_device, why_not_on
-from collectives.bench.core.groups import LOCALHOST, lane_of, parent_store, split_lanes
-from collectives.bench.core.machine import cores_of_ranks, describe_machine
-from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, check_machines
-from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.training.ddp_peers import Peer
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
-from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
-from collectives.bench.training.hooks import HOOKS
-from collectives.bench.training.models import install_command, why_unavailable
-from collectives.bench.training.tasks import LEARNING_STEPS, TASKS, Task
-from collectives.ranks.mpirun import start_ranks
-from collectives.ranks.processes import RankFailedError, RankProcesses
-from collectives.registry.backends import backend_spec
-from collectives.registry.backends import why_unavailable as why_no_backend
-from collectives.secret import provided
-from collectives.store import TCPStore
+from collectives.bench.core.devices import DEVICES, Device
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
+from collectives.bench.core.ranks import (
+    Placement,
+    PlacementOptions,
+    SpinBarrier,
+    rounds_of,
+    share_of,
+    split_lanes,
+    why_no_group,
+)
+from collectives.bench.core.records import BaseReport, Chart, Column, Skipped, Table, Timing, curve_of
+from collectives.bench.core.text import number_of_ranks, or_dash
+from collectives.bench.models import (
+    LEARNING_STEPS,
+    TASKS,
+    Data,
+    Model,
+    checksum,
+    install_command,
+    why_unavailable,
+)
+from collectives.cli.mpi_job import usual_ranks
+from collectives.core.operations import OPERATIONS
+from collectives.core.process_group import ProcessGroup
+from collectives.ddp import DistributedDataParallel
+from collectives.ddp.default_group import resolve_group
+from collectives.ddp.hooks import debugging_hooks, default_hooks
+from collectives.ddp.hooks.adaptive_hook import AdaptiveState, adaptive_hook
+from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
+from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from collectives.ddp.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
+from collectives.ranks.processes import RankFailedError, RankProcesses, commands
 
-__all__ = ["Options", "add_arguments", "measure", "run"]
+NOOP: Final = "noop"
+"""The hook that communicates nothing."""
+
+
+def _power(rank: int, hook: Any = powerSGD_hook) -> Callable[[Any, int], tuple[Any, Any]]:
+    return lambda group, exact: (
+        PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, exact)),
+        hook,
+    )
+
+
+HOOKS: Final[Mapping[str, Callable[[Any, int], tuple[Any, Any]]]] = {
+    NOOP: lambda group, _: (group, debugging_hooks.noop_hook),
+    "allreduce": lambda group, _: (group, default_hooks.allreduce_hook),
+    "fp16": lambda group, _: (group, default_hooks.fp16_compress_hook),
+    "bf16": lambda group, _: (group, default_hooks.bf16_compress_hook),
+    "int8-tensor": lambda group, _: (group, quantization_pertensor_hook),
+    "int8-block": lambda group, _: (group, quantization_perchannel_hook),
+    "powersgd-1": _power(1),
+    "powersgd-2": _power(2),
+    "powersgd-4": _power(4),
+    "powersgd-4-fp16": _power(4, default_hooks.fp16_compress_wrapper(powerSGD_hook)),
+    "powersgd-batched": _power(1, batched_powerSGD_hook),
+    "one-bit": lambda group, exact: (OneBitState(group, exact), one_bit_hook),
+    "top-k": lambda group, exact: (TopKState(group, 0.01, exact), top_k_hook),
+    "adaptive": lambda group, exact: (AdaptiveState(group, start_iter=exact), adaptive_hook),
+}
+"""This package's: each makes state and hook of a group and the number of steps that are averaged exactly."""
+
+TORCH_HOOKS: Final[Mapping[str, Any]] = {
+    NOOP: torch_debugging.noop_hook,
+    "allreduce": torch_default.allreduce_hook,
+    "fp16": torch_default.fp16_compress_hook,
+    "bf16": torch_default.bf16_compress_hook,
+}
+"""torch's own that need no state."""
+
+
+def register(parallel: nn.Module, kind: str, name: str, group: Any, exact: int) -> None:
+    """Registers a hook with a wrapper.
+
+    Args:
+        parallel: the wrapper.
+        kind: whose it is: ``"ours"`` or ``"torch"``.
+        name: of the hook; empty for none.
+        group: the wrapper's.
+        exact: first steps that a hook with a state averages exactly.
+    """
+    if name:
+        state, hook = HOOKS[name](group, exact) if kind == "ours" else (None, TORCH_HOOKS[name])
+        parallel.register_comm_hook(state, hook)  # type: ignore[operator]
+
+
+KINDS = ("ours", "torch", "alone")
+"""Whose wrapper: this package's, torch's, none at all."""
+
+UNUSED = "unused"
+"""The option for ``find_unused_parameters=True``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One peer.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        backend: name of the backend; empty of ``alone``.
+        hook: name of a communication hook; empty for none.
+        find_unused: whether this peer looks for unused parameters, whatever the others do.
+    """
+
+    kind: str
+    backend: str = ""
+    hook: str = ""
+    find_unused: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Peer:
+        """Returns the peer of a name.
+
+        Raises:
+            ValueError: there is no such kind or option, or the name has another form.
+        """
+        head, *options = name.split("+")
+        kind, colon, backend = head.partition(":")
+        if kind not in KINDS or (kind == "alone") == bool(colon) or (kind != "alone" and not backend):
+            raise ValueError(
+                f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +OPTION if wanted"
+            )
+        hooks = {"ours": HOOKS, "torch": TORCH_HOOKS}.get(kind, {})
+        known = [*hooks, UNUSED] if hooks else []
+        if any(option not in known for option in options):
+            raise ValueError(
+                f"peer {name!r} has no known hook or option; {kind} knows "
+                f"{', '.join(f'+{option}' for option in known) or 'none'}"
+            )
+        named = [option for option in options if option != UNUSED]
+        if len(named) > 1 or len(set(options)) < len(options):
+            raise ValueError(f"peer {name!r} has an option twice, or two hooks; a wrapper takes one")
+        return cls(kind, backend, "".join(named), UNUSED in options)
+
+    def __str__(self) -> str:
+        head = f"{self.kind}:{self.backend}" if self.backend else self.kind
+        return "+".join(part for part in (head, self.hook, UNUSED * self.find_unused) if part)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the ranks' gradients are averaged."""
+        return self.kind != "alone" and self.hook != NOOP
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether ``mpirun`` must start its ranks."""
+        return self.kind == "ours" and "mpi" in self.backend.split(":")
+
+    # ---- whom it is compared with ------------------------------------------------------------------------
+
+    def without_communication(self) -> Peer:
+        """Returns the peer that does the same with a hook that does nothing."""
+        return replace(self, hook=NOOP)
+
+    def plain(self) -> Peer:
+        """Returns the peer that does the same without hook and options."""
+        return replace(self, hook="", find_unused=False)
+
+    def base(self) -> Peer:
+        """Returns the peer among torch's over Gloo that does the same."""
+        return replace(self, kind=BASELINE.kind, backend=BASELINE.backend)
+
+
+BASELINE = Peer("torch", "gloo")
+"""The peer that others are compared with: what users have without this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """One peer with one model.
+
+    Attributes:
+        peer: its name.
+        model: name of the model.
+        ranks: number of ranks.
+        batch: samples of each rank in an iteration.
+        length: of a sample: width and height of an image, tokens of a text, rows of a table.
+        parameters: number of trained parameters.
+        parameter_tensors: number of tensors they lie in.
+        iteration: whole iterations.
+        forward: clearing gradients, forward and loss.
+        backward: backward, communication included.
+        step: the optimizer's step.
+        peak_memory_bytes: most memory of the device that any rank held at any time; on the CPU what was
+            resident, shared memory included.
+        start_memory_bytes: what that rank held before it built the model.
+        communicates: whether the ranks' gradients are averaged.
+        ranks_identical: whether all ranks ended with bitwise the same parameters; expected of a peer that
+            communicates.
+        grad_norm: norm of all gradients after the first iteration on rank 0; the same, but for rounding, for
+            all peers that communicate the same.
+        agrees: whether results are as they must be: see :attr:`ranks_identical` and :attr:`grad_norm`.
+        sent_bytes: what a rank sends in an iteration, counted from what its group does as the best algorithms
+            do it; ``None`` where the group does not count.
+        link_bytes: what a machine's interface sends in one, headers included; ``None`` without machines.
+        first_loss: mean over the ranks in the first step; ``None`` where the model learns nothing.
+        final_loss: mean over the ranks in the last tenth of the steps, likewise.
+        accuracy: part of the held-out samples that the model reads right in the end; ``None`` where there are
+            none.
+    """
+
+    peer: str
+    model: str
+    ranks: int
+    batch: int
+    length: int
+    parameters: int
+    parameter_tensors: int
+    iteration: Timing
+    forward: Timing
+    backward: Timing
+    step: Timing
+    peak_memory_bytes: int
+    start_memory_bytes: int
+    communicates: bool
+    ranks_identical: bool
+    grad_norm: float
+    agrees: bool
+    sent_bytes: float | None = None
+    link_bytes: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    accuracy: float | None = None
+
+
+class TrainingReport(BaseReport[TrainingRecord]):
+    """All that the program found out."""
+
+    __slots__ = ()
+
+    def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
+        """Returns a record as plain values, with its ratios."""
+        return {**asdict(record), "ratios": self.ratios(record)}
+
+    def ratios(self, record: TrainingRecord) -> dict[str, float | None]:
+        """Returns how a record compares with others of the same model; ``None`` where those are missing.
+
+        ``time_over_noop``: its iteration over that of the same peer with a no-op hook, else of another one of
+        the same wrapper with that hook, which uses no backend.
+        ``time_over_plain``: over that of the same peer without hook and options.
+        ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook and options.
+        ``memory_over_torch``: its peak of memory over the peak there.
+        """
+        peer = Peer.parse(record.peer)
+        noop = self._without_communication(record, peer)
+        plain = self._find(record, peer.plain())
+        base = self._find(record, peer.base())
+        return {
+            "time_over_noop": record.iteration.median_us / noop.iteration.median_us if noop else None,
+            "time_over_plain": record.iteration.median_us / plain.iteration.median_us if plain else None,
+            "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
+            "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
+        }
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns the iterations of all peers, for each model and number of ranks."""
+        return [
+            Chart(
+                f"{model}, {number_of_ranks(ranks)}",
+                "",
+                "iteration (ms), slowest rank, median and p10 to p90",
+                [
+                    curve_of("", [(record.peer, record.iteration)], 1e3)
+                    for record in self.records
+                    if (record.model, record.ranks) == (model, ranks)
+                ],
+            )
+            for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records)
+        ]
+
+    def tables(self) -> Sequence[Table]:
+        """Returns a table for each model and number of ranks, and one of what they send and learn."""
+        tables = []
+        for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records):
+            records = [record for record in self.records if (record.model, record.ranks) == (model, ranks)]
+            first = records[0]
+            longest = max(len("peer"), *(len(record.peer) for record in records))
+            peer = Column("peer", "", -longest - 1)
+            heading = (
+                f"{model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
+                f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(ranks)}, "
+                f"{first.iteration.calls} iterations; slowest rank, medians"
+            )
+            rows = [[record.peer, *_cells(self, record)] for record in records]
+            tables.append(Table(heading, [peer, *_COLUMNS], rows))
+            if any(
+                record.final_loss is not None or Peer.parse(record.peer).hook not in {"", NOOP}
+                for record in records
+            ):
+                heading = f"{model}, {number_of_ranks(ranks)}: sent by a rank in an iteration, and learned"
+                tables.append(Table(heading, [peer, *_LEARNED], [_learned(record) for record in records]))
+        return tables
+
+    def reading(self) -> Sequence[str]:
+        """Returns what the ratios are of."""
+        return (
+            "/no-op: iteration over the same wrapper's with a no-op hook (what communication costs).",
+            "/plain: over that of the same peer without hook and options (what these cost, or save).",
+            f"/torch: over {BASELINE} with the same options; less than 1 is faster, or smaller.",
+            "right: ranks agree bitwise, and gradients with the other peers'; - where none are sent.",
+        )
+
+    def _without_communication(self, record: TrainingRecord, peer: Peer) -> TrainingRecord | None:
+        """Returns the record of a peer that does the same but for communication."""
+        wanted = peer.without_communication()
+        if peer == wanted or peer.kind == "alone":
+            return None
+        others = [wanted, *(Peer.parse(other.peer) for other in self.records)]
+        alike = (other for other in others if replace(other, backend=wanted.backend) == wanted)
+        return next((found for other in alike if (found := self._find(record, other)) is not None), None)
+
+    def _find(self, like: TrainingRecord, peer: Peer) -> TrainingRecord | None:
+        """Returns another record of the same model by its peer."""
+        for record in self.records:
+            if (record.peer, record.model, record.ranks) == (str(peer), like.model, like.ranks):
+                return None if record is like else record
+        return None
+
+
+_COLUMNS = (
+    Column("iteration", "(ms)", 11),
+    Column("p10", "(ms)", 9),
+    Column("p90", "(ms)", 9),
+    Column("min", "(ms)", 9),
+    Column("forward", "(ms)", 9),
+    Column("backward", "(ms)", 10),
+    Column("step", "(ms)", 8),
+    Column("/no-op", "(time)", 9),
+    Column("/plain", "(time)", 9),
+    Column("/torch", "(time)", 9),
+    Column("peak", "(MiB)", 9),
+    Column("/torch", "(memory)", 10),
+    Column("right", "", 7),
+)
+
+_LEARNED = (
+    Column("sent", "(MB)", 11),
+    Column("link", "(MB)", 11),
+    Column("loss", "(first)", 10),
+    Column("loss", "(last)", 10),
+    Column("accuracy", "", 10),
+)
+
+
+def _learned(record: TrainingRecord) -> list[str]:
+    in_mb = (None if value is None else value / 1e6 for value in (record.sent_bytes, record.link_bytes))
+    return [
+        record.peer,
+        *(or_dash(value, ".3f") for value in in_mb),
+        *(or_dash(value, ".4f") for value in (record.first_loss, record.final_loss)),
+        or_dash(record.accuracy, ".3f"),
+    ]
+
+
+def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:
+    ratios = report.ratios(record)
+    whole = record.iteration
+    times = [whole.median_us, whole.p10_us, whole.p90_us, whole.min_us]
+    times += [timing.median_us for timing in (record.forward, record.backward, record.step)]
+    return [
+        *(f"{us / 1e3:.2f}" if us < 1e5 else f"{us / 1e3:.1f}" for us in times),
+        *(or_dash(ratios[f"time_over_{other}"], ".3f") for other in ("noop", "plain", "torch")),
+        f"{record.peak_memory_bytes / 2**20:.0f}",
+        or_dash(ratios["memory_over_torch"], ".3f"),
+        ("yes" if record.agrees else "NO") if record.communicates else "-",
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+}
+
+
+_COLLECTIVE = {operation.name: operation.collective for operation in OPERATIONS}
+"""The collective of each operation, of lists or of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a rank trains.
+
+    Attributes:
+        peer: the peer.
+        task: name of the model.
+        batch: samples of each rank in an iteration.
+        length: of a sample: width and height of an image, tokens of a text.
+        optimizer: name of the optimizer; empty for the model's own.
+        exact: first steps that a hook with a state averages exactly.
+        arguments: keyword arguments of the wrapper, but for what the peer says itself.
+    """
+
+    peer: Peer
+    task: str
+    batch: int
+    length: int
+    optimizer: str
+    exact: int
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank's first answer, after one iteration.
+
+    Attributes:
+        parameters: number of trained parameters.
+        parameter_tensors: number of tensors they lie in.
+        grad_norm: norm of all gradients.
+        start_memory_bytes: memory of the device that the rank held before the model was built.
+        loss: of this rank.
+    """
+
+    parameters: int
+    parameter_tensors: int
+    grad_norm: float
+    start_memory_bytes: int
+    loss: float
+
+
+@dataclass(slots=True)
+class Times:
+    """A rank's answer to a number of iterations.
+
+    Attributes:
+        iteration_ns: nanoseconds of each, whole, and by phase.
+        losses: of this rank in each.
+        sent_bytes: the least that a rank sends in each for what its group did, on the average of all ranks;
+            empty of a group that does not count it.
+    """
+
+    iteration_ns: list[int] = field(default_factory=list)
+    forward_ns: list[int] = field(default_factory=list)
+    backward_ns: list[int] = field(default_factory=list)
+    step_ns: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A rank's answer to the number zero.
+
+    Attributes:
+        checksum: of all parameters, bit for bit.
+        peak_memory_bytes: most memory of the device that the rank held at any time.
+        accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
+    """
+
+    checksum: int
+    peak_memory_bytes: int
+    accuracy: float | None = None
+
+
+class Trainer:
+    """Trains one peer on one rank.
+
+    Args:
+        model: the model.
+        parallel: the same, wrapped or not.
+        data: what it is trained on.
+        optimizer: its optimizer; ``None`` for none.
+        barrier: lets all ranks go at the same time.
+        device: where model and data are.
+        sent: returns the bytes sent so far; ``None`` where they are not counted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: nn.Module,
+        data: Data,
+        optimizer: torch.optim.Optimizer | None,
+        barrier: Callable[[], None],
+        device: Device,
+        sent: Callable[[], float] | None,
+    ) -> None:
+        self.model = model
+        self._parallel = parallel
+        self._losses = data.losses
+        self._barrier = device.starting(barrier)
+        self._device = device
+        self._optimizer = optimizer
+        self._sent = sent
+
+    def iterate(self, times: Times) -> None:
+        """Runs an iteration; called by all ranks, which begin together."""
+        compute = next(self._losses)
+        before = self._sent() if self._sent else 0.0
+        self._barrier()
+        mark, between_ns = self._device.mark, self._device.between_ns
+        begin = mark()
+        self.model.zero_grad()
+        loss = compute(self._parallel)
+        forward = mark()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward = mark()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        end = mark()
+        times.iteration_ns.append(between_ns(begin, end))
+        times.forward_ns.append(between_ns(begin, forward))
+        times.backward_ns.append(between_ns(forward, backward))
+        times.step_ns.append(between_ns(backward, end))
+        times.losses.append(loss.item())
+        if self._sent:
+            times.sent_bytes.append(self._sent() - before)
+
+    def run(self, iterations: int) -> Times:
+        """Runs some iterations without garbage collection within; returns their times."""
+        times = Times()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(iterations):
+                self.iterate(times)
+        finally:
+            gc.enable()
+        return times
+
+    def grad_norm(self) -> float:
+        """Returns the norm of all gradients."""
+        squares = [
+            parameter.grad.double().square().sum()
+            for parameter in self.model.parameters()
+            if parameter.grad is not None
+        ]
+        return float(torch.stack(squares).sum().sqrt())
+
+
+def train(rank: int, connection: Connection, placement: Placement, given: Assignment) -> None:
+    """Body of a rank: sends :class:`Ready`, then :class:`Times` for every number of iterations it gets.
+
+    The number zero asks for :class:`End`.
+
+    Args:
+        rank: the rank that this process is.
+        connection: to the parent.
+        placement: where it is.
+        given: what it trains.
+    """
+    placement.take(rank)
+    task, size = TASKS[given.task], placement.size
+    device = DEVICES[placement.device]
+    torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
+    data = task.data(given.batch, given.length, rank, size, device.kind)
+    start_bytes = device.held_bytes()
+    model = task.build().to(device.kind)
+    make = OPTIMIZERS[given.optimizer] if given.optimizer else task.optimizer
+    optimizer = None if make is None else make(model.parameters())
+    wrap, sent, leave = _join(given, rank, placement)
+    barrier = SpinBarrier(placement.memory, rank, size)
+    trainer = Trainer(model, wrap(model), data, optimizer, barrier, device, sent)
+    torch.manual_seed(200 + rank)  # the same dropout for all peers
+    first = trainer.run(1)
+    tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    number = sum(tensor.numel() for tensor in tensors)
+    connection.send(Ready(number, len(tensors), trainer.grad_norm(), start_bytes, first.losses[0]))
+    for iterations in commands(connection):
+        if iterations:
+            connection.send(trainer.run(iterations))
+        else:
+            accuracy = None if data.accuracy is None else data.accuracy(model)
+            connection.send(End(checksum(model), device.most_held_bytes(), accuracy))
+    barrier.close()
+    del trainer
+    leave()
+
+
+def _join(
+    given: Assignment, rank: int, placement: Placement
+) -> tuple[Callable[[nn.Module], nn.Module], Callable[[], float] | None, Callable[[], None]]:
+    """Makes the peer's group.
+
+    Returns:
+        The function that wraps a model, the one that returns the bytes that a rank had to send so far, where
+        the group counts, and the one that leaves the group.
+    """
+    peer = given.peer
+    arguments = dict(given.arguments)
+    if peer.find_unused:
+        arguments["find_unused_parameters"] = True
+    if peer.kind == "alone":
+        return (lambda model: model), None, (lambda: None)
+    ours = peer.kind == "ours"
+    (placement.initialize if ours else placement.initialize_torch)(rank, peer.backend)
+    group = resolve_group(None) if ours else None
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapper = DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
+        parallel: nn.Module = wrapper(model, **arguments)
+        register(parallel, peer.kind, peer.hook, group, given.exact)
+        return parallel
+
+    if group is None:
+        return wrap, None, torch_dist.destroy_process_group
+    return wrap, lambda: _least_sent(group), collectives.destroy_process_group
+
+
+def _least_sent(group: ProcessGroup) -> float:
+    """Returns the bytes that a rank had to send so far, on the average of all ranks."""
+    sent = 0.0
+    for name, total in group.stats().items():
+        collective = _COLLECTIVE.get(name, name)
+        if collective in MEASURED:
+            sent += total["bytes"] * (bus_factor(collective, group.size()) or 0.0)
+    return sent
+
 
 PEERS = {
     "cpu": (
@@ -127,61 +726,51 @@ Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(PlacementOptions):
     """What is measured.
 
     Attributes:
-        models: names of tasks; ``None`` for all of the field, or the small one where they cannot be built.
-        peers: names of peers; ``None`` for those of :data:`PEERS`, :data:`DEFAULT_FOR_HOOKS` with hooks.
-        hooks: names of hooks that each of the peers is measured with, ``"none"`` for none; ``None`` for
-            those that peers name.
+        models: names of models.
+        peers: names of peers, as above.
+        hooks: measure each peer (ours over host or nccl where none is named) with each of these
+            communication hooks, and without one as ``none``.
         ranks: number of ranks.
-        batch: samples of each rank in an iteration; ``None`` for each model's own number.
-        tokens: length of a sample of text; ``None`` for each model's own.
-        optimizer: name of the optimizer; empty for SGD, and the model's own where it learns something.
-        iterations: iterations of each peer that count; ``None`` adapts to the budget, or is what models that
-            learn something need.
-        warmup: iterations before; ``None`` for 3, or a tenth of what models that learn something need.
+        batch: samples of each rank in an iteration (where it is not named, each model's own).
+        tokens: length of a sample of text (where it is not named, each model's own).
+        optimizer: which, or none (where it is not named, sgd, and what models that learn something learn
+            with).
+        iterations: iterations of each peer that count (where it is not named, 5 to 200 as the budget allows,
+            or what models that learn something need).
+        warmup: how many come before, not timed (where it is not named, 3, or a tenth of what models that
+            learn something need).
         budget_s: seconds that the iterations of each model should take.
-        bucket_cap_mb: size of a bucket; ``None`` for the wrappers' default.
-        views: whether gradients are views of the buckets.
-        find_unused: whether wrappers look for unused parameters.
-        static: whether wrappers are promised a static graph.
-        imports: modules that register further backends; imported here and on every rank.
-        bind: whether each rank stays on a core of its own.
-        device: type of the device that models and data are on.
-        machines: number of network namespaces that play machines, with equal shares of the ranks; 1 for none.
-        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
+        bucket_cap_mb: ``bucket_cap_mb`` of the wrappers.
+        views: ``gradient_as_bucket_view=True`` for all wrappers.
+        find_unused: ``find_unused_parameters=True`` for all wrappers.
+        static: ``static_graph=True`` for all wrappers.
 
     Raises:
         ValueError: a peer, a model, a hook or a device is not known, or there is none, or there are too few
             cores, or the machines do not fit the ranks, the peers or the device.
     """
 
-    models: tuple[str, ...] | None = None
-    peers: tuple[str, ...] | None = None
-    hooks: tuple[str, ...] | None = None
-    ranks: int = 2
-    batch: int | None = None
-    tokens: int | None = None
-    optimizer: str = ""
-    iterations: int | None = None
-    warmup: int | None = None
-    budget_s: float = 60.0
-    bucket_cap_mb: float | None = None
-    views: bool = False
-    find_unused: bool = False
-    static: bool = False
-    imports: tuple[str, ...] = ()
-    bind: bool = False
-    device: str = "cpu"
-    machines: int = 1
-    link: str | None = None
+    models: tuple[str, ...] | None = option(None, "--models", type=parse_names, metavar="NAME,...")
+    peers: tuple[str, ...] | None = option(None, "--peers", type=parse_names, metavar="PEER,...")
+    hooks: tuple[str, ...] | None = option(None, "--hooks", type=parse_names, metavar="NAME,...")
+    ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks(), metavar="N")
+    batch: int | None = option(None, "--batch", type=at_least(1), metavar="N")
+    tokens: int | None = option(None, "--tokens", type=at_least(1), metavar="N")
+    optimizer: str = option("", "--optimizer", choices=OPTIMIZERS)
+    iterations: int | None = option(None, "--iters", type=at_least(1), metavar="N")
+    warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
+    budget_s: float = option(60.0, "--budget", type=float, metavar="SECONDS")
+    bucket_cap_mb: float | None = option(None, "--bucket-cap", type=float, metavar="MB")
+    views: bool = option(False, "--views", action="store_true")
+    find_unused: bool = option(False, "--find-unused", action="store_true")
+    static: bool = option(False, "--static", action="store_true")
 
     def __post_init__(self) -> None:
-        for module in self.imports:
-            importlib.import_module(module)
-        check_device(self.device)
+        self.check_placement(self.ranks)
         for peer in self.chosen_peers():
             if peer.kind == "ours":
                 split_lanes(peer.backend)
@@ -192,11 +781,6 @@ class Options:
         for name in self.models or ():
             if name not in TASKS:
                 raise ValueError(f"unknown model {name!r}; known are {', '.join(TASKS)}")
-        check_machines(self.ranks, self.machines, self.link)
-        if self.machines > 1 and self.device != "cpu":
-            raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
-        if self.bind:
-            cores_of_ranks(self.ranks)
 
     def chosen_peers(self) -> list[Peer]:
         """Returns the peers, with their hooks."""
@@ -224,16 +808,12 @@ class _Ranks:
     Args:
         peer: the peer.
         processes: the ranks, which first run one iteration; blocks until they have.
-        store: where they met; kept as long as they live.
         machines: those that they are on, if any.
     """
 
-    def __init__(
-        self, peer: Peer, processes: RankProcesses, store: TCPStore, machines: Machines | None = None
-    ) -> None:
+    def __init__(self, peer: Peer, processes: RankProcesses, machines: Machines | None = None) -> None:
         self.peer = peer
         self.processes = processes
-        self.store = store
         self.ready: list[Ready] = processes.gather()
         self.times = [Times() for _ in range(processes.size)]
         self.link_bytes: float | None = None if machines is None else 0.0
@@ -248,8 +828,8 @@ class _Ranks:
         if self._machines is not None and self.link_bytes is not None:
             self.link_bytes += self._machines.sent_bytes(0) - before
         for mine, new in zip(self.times, answers, strict=True):
-            for field in Times.__slots__:
-                getattr(mine, field).extend(getattr(new, field))
+            for name in Times.__slots__:
+                getattr(mine, name).extend(getattr(new, name))
 
 
 def measure(options: Options, progress: Progress | None = None) -> TrainingReport:
@@ -265,11 +845,11 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
             skipped.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    environment = {**describe_machine(), **DEVICES[options.device].describe((options.ranks,))}
+    environment = options.environment((options.ranks,))
     report = TrainingReport("ddp", environment, asdict(options))
     models = _models(options, report.skipped)
     peers = _usable_peers(options, report.skipped)
-    with provided(), ExitStack() as stack:
+    with ExitStack() as stack:
         machines = None
         if options.machines > 1 and models and peers:
             machines = stack.enter_context(Machines(options.machines, options.link))
@@ -283,7 +863,7 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
     return report
 
 
-def _models(options: Options, skipped: list[Skipped]) -> list[Task]:
+def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
     """Returns the models that can be built; the small one where none was named and no other can be."""
     chosen = []
     for name in options.models or FIELD:
@@ -300,19 +880,17 @@ def _models(options: Options, skipped: list[Skipped]) -> list[Task]:
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     usable = []
     for peer in options.chosen_peers():
-        backend = split_lanes(peer.backend)[0] if peer.kind == "ours" else ""
-        reason = why_no_backend(backend) if backend else None
-        if backend and reason is None:
-            reason = why_not_on(options.device, lane_of(peer.backend))
+        ours = peer.kind == "ours"
+        reason, install = why_no_group(peer.backend, options.device) if ours else (None, "")
         if reason is None:
             usable.append(peer)
         else:
-            skipped.append(Skipped(str(peer), reason, backend_spec(backend).install))
+            skipped.append(Skipped(str(peer), reason, install))
     return usable
 
 
 def _measure_model(
-    task: Task,
+    task: Model,
     peers: Sequence[Peer],
     options: Options,
     machines: Machines | None,
@@ -323,8 +901,7 @@ def _measure_model(
     learns = task.optimizer is not None
     batch, length = options.batch or task.batch, options.tokens or task.length
     warmup = options.warmup or (LEARNING_WARMUP if learns else WARMUP)
-    host = LOCALHOST if machines is None else machines.host
-    started: list[_Ranks] = []
+    teams: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
             say(f"{task.name}: starting {peer}")
@@ -336,32 +913,22 @@ def _measure_model(
                 options.optimizer or ("" if learns else "sgd"),
                 max(2, warmup - 2),
                 options.wrapper_arguments(),
-                options.imports,
-                cores_of_ranks(options.ranks) if options.bind else (),
-                options.device,
-                host,
-                () if machines is None else machines.namespaces_of(options.ranks),
             )
-            memory = stack.enter_context(barrier_memory(options.ranks))
-            store = parent_store(host)
             needed = ["mpi"] if peer.needs_mpi else []
-            arguments = (options.ranks, given, memory, store.port)
-            processes = stack.enter_context(start_ranks(needed, options.ranks, train, arguments))
-            started.append(_Ranks(peer, processes, store, machines))
-            _check_memory(task, started, len(peers), DEVICES[options.device])
-        _run_rounds(started, task, options, warmup, say)
-        ends: list[list[End]] = [ranks.processes.ask(0) for ranks in started]
-    norms = _agreed_norms(started)
-    return [
-        _record(ranks, task, (batch, length), end, norms) for ranks, end in zip(started, ends, strict=True)
-    ]
+            processes = options.start(train, options.ranks, given, backends=needed, machines=machines)
+            teams.append(_Ranks(peer, stack.enter_context(processes), machines))
+            _check_memory(task, teams, len(peers), DEVICES[options.device])
+        _run_rounds(teams, task, options, warmup, say)
+        ends: list[list[End]] = [ranks.processes.ask(0) for ranks in teams]
+    norms = _agreed_norms(teams)
+    return [_record(ranks, task, (batch, length), end, norms) for ranks, end in zip(teams, ends, strict=True)]
 
 
-def _check_memory(task: Task, started: Sequence[_Ranks], wanted: int, device: Device) -> None:
+def _check_memory(task: Model, teams: Sequence[_Ranks], wanted: int, device: Device) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
-    ready = started[0].ready
+    ready = teams[0].ready
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
-    needed = (wanted - len(started)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
+    needed = (wanted - len(teams)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
     available = len(ready) * device.memory_per_rank_bytes(len(ready))
     if needed > available:
         raise MemoryError(
@@ -370,9 +937,9 @@ def _check_memory(task: Task, started: Sequence[_Ranks], wanted: int, device: De
         )
 
 
-def _run_rounds(started: Sequence[_Ranks], task: Task, options: Options, warmup: int, say: Progress) -> None:
+def _run_rounds(teams: Sequence[_Ranks], task: Model, options: Options, warmup: int, say: Progress) -> None:
     begin = time.monotonic()
-    for ranks in started:
+    for ranks in teams:
         say(f"{task.name}: warming {ranks.peer} up")
         ranks.run(max(1, warmup - 1), timed=False)  # one more was run already
     each_s = (time.monotonic() - begin) / max(1, warmup - 1)
@@ -382,23 +949,22 @@ def _run_rounds(started: Sequence[_Ranks], task: Task, options: Options, warmup:
     if wanted is None:
         wanted = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
     rounds = min(ROUNDS, wanted)
-    for this in range(rounds):
-        first = this % len(started)
+    for this, order in rounds_of(teams, rounds):
         say(f"{task.name}: round {this + 1} of {rounds}")
-        for ranks in [*started[first:], *started[:first]]:
-            ranks.run(wanted * (this + 1) // rounds - wanted * this // rounds)
+        for ranks in order:
+            ranks.run(share_of(wanted, this, rounds))
 
 
-def _agreed_norms(started: Sequence[_Ranks]) -> Mapping[str, float]:
+def _agreed_norms(teams: Sequence[_Ranks]) -> Mapping[str, float]:
     """Returns, by hook, the gradients' norm that peers must agree with: the first peer's with that hook."""
     norms: dict[str, float] = {}
-    for ranks in started:
+    for ranks in teams:
         norms.setdefault(ranks.peer.hook, ranks.ready[0].grad_norm)
     return norms
 
 
 def _record(
-    ranks: _Ranks, task: Task, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
+    ranks: _Ranks, task: Model, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
 ) -> TrainingRecord:
     peer, first = ranks.peer, ranks.ready[0]
     identical = len({end.checksum for end in ends}) == 1
@@ -437,61 +1003,13 @@ def _record(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
-    parser.add_argument(
-        "--models",
-        type=parse_names,
-        metavar="NAME,...",
-        help=f"of {', '.join(TASKS)} (default: {','.join(FIELD)}, or small without transformers)",
+    add_options(
+        parser,
+        Options,
+        models=f"{','.join(FIELD)}, or small without transformers; known are {','.join(TASKS)}",
+        peers=f"{','.join(PEERS['cpu'])}; on cuda {','.join(PEERS['cuda'])}",
+        hooks=f"those that peers name; known are {','.join([NONE, *HOOKS])}",
     )
-    parser.add_argument(
-        "--peers",
-        type=parse_names,
-        metavar="PEER,...",
-        help=f"default: {','.join(PEERS['cpu'])}; on cuda {','.join(PEERS['cuda'])}",
-    )
-    parser.add_argument(
-        "--hooks",
-        type=parse_names,
-        metavar="NAME,...",
-        help=f"measure each peer ({DEFAULT_FOR_HOOKS['cpu']} where none is named) with each of these: "
-        f"{', '.join([NONE, *HOOKS])}",
-    )
-    parser.add_argument(
-        "--device",
-        choices=tuple(DEVICES),
-        default="cpu",
-        help="where models and data are; on cuda, times are the stream's (default: %(default)s)",
-    )
-    add_ranks(parser)
-    parser.add_argument(
-        "--batch", type=at_least(1), metavar="N", help="samples of each rank (default: each model's own)"
-    )
-    parser.add_argument(
-        "--tokens", type=at_least(1), metavar="N", help="length of a text (default: each model's own)"
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="",
-        help="which, or none (default: sgd, and what models that learn something learn with)",
-    )
-    otherwise = f"{WARMUP}; {LEARNING_WARMUP} of models that learn something"
-    add_iterations(parser, "iterations of each peer", None, otherwise)
-    add_machines(parser)
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time that the iterations of each model should take (default: %(default)g)",
-    )
-    parser.add_argument("--bucket-cap", type=float, metavar="MB", help="bucket_cap_mb of the wrappers")
-    parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view=True for all wrappers")
-    parser.add_argument(
-        "--find-unused", action="store_true", help="find_unused_parameters=True for all wrappers"
-    )
-    parser.add_argument("--static", action="store_true", help="static_graph=True for all wrappers")
-    add_rank_options(parser)
     add_files(parser)
 
 
@@ -501,8 +1019,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    renamed = {"ranks": "nproc", "iterations": "iters", "budget_s": "budget", "bucket_cap_mb": "bucket_cap"}
-    options = options_from(Options, arguments, **renamed)
+    options = options_from(Options, arguments)
     with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
         report = measure(options, show_progress)
     return conclude(report, lambda record: record.agrees, arguments)

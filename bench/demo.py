@@ -9,9 +9,7 @@ batches in one process. Leaves collectives-demo.json and collectives-demo.png.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
-import re
 import sys
 import threading
 import time
@@ -25,28 +23,29 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.comparison.measurement import Options, measure
-from collectives.bench.comparison.records import plot, report_lines
-from collectives.bench.core.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
-from collectives.bench.core.groups import initialize, parent_store
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import plot
+from collectives.bench.core.arguments import at_least, parse_sizes_argument, show_progress
 from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.ranks import Placement, started
 from collectives.bench.core.records import write_json
-from collectives.bench.core.text import header_lines
-from collectives.bench.training.digits import (
+from collectives.bench.core.text import header_lines, report_lines
+from collectives.bench.models import (
     Recipe,
     accuracy,
     batches,
     build_model,
     flat_parameters,
+    install_command,
     load_digits,
-    train,
+    train_digits,
 )
 from collectives.cli import CommandError
+from collectives.cli.mpi_job import usual_ranks
 from collectives.cli.output_files import output_folder
 from collectives.ddp import DistributedDataParallel
-from collectives.ranks.processes import RankFailedError, SpawnedRanks
-
-__all__ = ["Outcome", "add_arguments", "complaints_about", "run", "train_alone", "train_in_parallel"]
+from collectives.ranks.processes import RankFailedError
 
 COMPARED_STEPS = 50
 """Steps after which parameters are compared with those of one process."""
@@ -97,7 +96,13 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to a parser."""
-    add_ranks(parser)
+    parser.add_argument(
+        "--nproc",
+        type=at_least(1),
+        default=usual_ranks(),
+        metavar="N",
+        help="number of ranks (default: 2, or what mpirun started)",
+    )
     parser.add_argument(
         "--steps", type=at_least(1), default=300, metavar="N", help="optimizer steps (default: %(default)s)"
     )
@@ -158,9 +163,8 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     """
     recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
     compared = min(steps, COMPARED_STEPS)
-    store = parent_store()
     print(f"Training on {ranks} ranks ...", flush=True)
-    with SpawnedRanks(ranks, _train_rank, (ranks, recipe, compared, store.port)) as processes:
+    with started(_train_rank, ranks, recipe, compared) as processes:
         results = processes.gather()
     first = results[0]
     torch.set_num_threads(usable_cores())
@@ -181,14 +185,15 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
 
 
 def _train_rank(
-    rank: int, connection: Connection, size: int, recipe: Recipe, compared: int, port: int
+    rank: int, connection: Connection, placement: Placement, recipe: Recipe, compared: int
 ) -> None:
     """Trains on one rank and sends what the parent compares."""
     from tqdm import tqdm
 
-    torch.set_num_threads(max(1, usable_cores() // size))
+    placement.take(rank)
+    torch.set_num_threads(max(1, usable_cores() // placement.size))
     digits = load_digits()
-    initialize(rank, size, port, "host")
+    placement.initialize(rank, "host")
     group = round_robin_process_groups([collectives.new_group() for _ in range(LANES)])
     model = build_model(seed=rank)
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
@@ -206,7 +211,9 @@ def _train_rank(
                 show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
 
         begin = time.monotonic()
-        train(parallel, digits.train, recipe, batches(digits.train, recipe, rank, size), after_step)
+        train_digits(
+            parallel, digits.train, recipe, batches(digits.train, recipe, rank, placement.size), after_step
+        )
         result["train_s"] = time.monotonic() - begin
     result["final"] = flat_parameters(model)
     result["accuracy"] = accuracy(model, digits.test)
@@ -224,7 +231,7 @@ def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
         [place for share in step for place in share]
         for step, _ in zip(zip(*shares, strict=True), range(steps), strict=False)
     )
-    train(model, data, recipe, together)
+    train_digits(model, data, recipe, together)
     return flat_parameters(model)
 
 
@@ -266,13 +273,6 @@ def _check_packages() -> None:
     modules = {"scikit-learn": "sklearn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
     missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
-        wanted = [
-            f"'{requirement}'"
-            for line in importlib.metadata.requires("torch-collectives") or []
-            if (requirement := line.partition(";")[0].strip())
-            and re.split(r"[<>=!~ ]", requirement)[0] in missing
-        ]
         raise CommandError(
-            f"the demo needs {', '.join(missing)}, not installed; install with: "
-            f"python -m pip install {' '.join(wanted or missing)}"
+            f"the demo needs {', '.join(missing)}, not installed; install with: {install_command(*missing)}"
         )

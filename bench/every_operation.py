@@ -16,8 +16,6 @@ from collectives.bench.comparison.command import READING
 from collectives.bench.comparison.operations import OPERATIONS
 from collectives.bench.core.arguments import parse_names
 
-__all__ = ["add_arguments", "run"]
-
 __doc__ += READING
 
 

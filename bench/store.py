@@ -24,22 +24,21 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.bench.core.arguments import (
     add_files,
-    add_turns,
-    check_turns,
+    add_options,
+    at_least,
     conclude,
     failing_as_command,
+    option,
     options_from,
     parse_names,
     show_progress,
 )
-from collectives.bench.core.groups import LOCALHOST, TIMEOUT
 from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.ranks import LOCALHOST, TIMEOUT
 from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table
-from collectives.ranks.processes import RankFailedError, SpawnedRanks, commands
+from collectives.ranks.processes import RankFailedError, SpawnedRanks
 from collectives.secret import provided
 from collectives.store import TCPStore
-
-__all__ = ["OPERATIONS", "Options", "StoreRecord", "StoreReport", "add_arguments", "measure", "run"]
 
 _KINDS: dict[str, type[Any]] = {"collectives": TCPStore, "torch": c10d.TCPStore}
 SERVERS = ("here", "process")
@@ -51,47 +50,15 @@ _FEW = 20
 Progress = Callable[[str], object]
 
 
-def _set(store: Any) -> None:
-    store.set("key", _VALUES[0])
-
-
-def _get(store: Any) -> None:
-    store.get(_KEYS[0])
-
-
-def _add(store: Any) -> None:
-    store.add("sum", 1)
-
-
-def _check(store: Any) -> None:
-    store.check(_KEYS[:1])
-
-
-def _multi_set(store: Any) -> None:
-    store.multi_set(_KEYS, _VALUES)
-
-
-def _multi_get(store: Any) -> None:
-    store.multi_get(_KEYS)
-
-
-def _compare_set(store: Any) -> None:
-    store.compare_set(_KEYS[0], _VALUES[0], _VALUES[0])
-
-
-def _wait(store: Any) -> None:
-    store.wait(_KEYS[:1])
-
-
-OPERATIONS: dict[str, Callable[[Any], None]] = {
-    "set": _set,
-    "get": _get,
-    "add": _add,
-    "check": _check,
-    "multi_set": _multi_set,
-    "multi_get": _multi_get,
-    "compare_set": _compare_set,
-    "wait": _wait,
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "set": lambda store: store.set("key", _VALUES[0]),
+    "get": lambda store: store.get(_KEYS[0]),
+    "add": lambda store: store.add("sum", 1),
+    "check": lambda store: store.check(_KEYS[:1]),
+    "multi_set": lambda store: store.multi_set(_KEYS, _VALUES),
+    "multi_get": lambda store: store.multi_get(_KEYS),
+    "compare_set": lambda store: store.compare_set(_KEYS[0], _VALUES[0], _VALUES[0]),
+    "wait": lambda store: store.wait(_KEYS[:1]),
 }
 """One call of each; of 16 keys in the operations on many, with values of 32 bytes. The keys are there."""
 
@@ -101,7 +68,7 @@ class Options:
     """What is measured.
 
     Attributes:
-        operations: their names, of :data:`OPERATIONS`.
+        operations: names of operations.
         servers: where the servers run: ``here``, ``process``.
         rounds: turns of each store at an operation, 1 or more.
         seconds: least duration of a turn.
@@ -110,10 +77,12 @@ class Options:
         ValueError: a name is not known, or a number is too small.
     """
 
-    operations: tuple[str, ...] = tuple(OPERATIONS)
-    servers: tuple[str, ...] = SERVERS
-    rounds: int = 5
-    seconds: float = 0.2
+    operations: tuple[str, ...] = option(
+        tuple(OPERATIONS), "--operations", type=parse_names, metavar="NAME,..."
+    )
+    servers: tuple[str, ...] = option(SERVERS, "--servers", type=parse_names, metavar="NAME,...")
+    rounds: int = option(5, "--rounds", type=at_least(1), metavar="N")
+    seconds: float = option(0.2, "--seconds", type=float, metavar="S")
 
     def __post_init__(self) -> None:
         for what, names, known in (
@@ -123,7 +92,10 @@ class Options:
             for name in names:
                 if name not in known:
                     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-        check_turns(self.rounds, self.seconds)
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be 1 or more, but is {self.rounds}")
+        if not 0 < self.seconds < 3600:
+            raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +236,7 @@ def _stores(server: str, stack: ExitStack) -> dict[str, _Counted]:
     if server == "here":
         stores = {name: _serve(kind) for name, kind in _KINDS.items()}
     else:
-        process = stack.enter_context(SpawnedRanks(1, _serve_all))
-        (ports,) = process.ask(list(_KINDS))
+        (ports,) = stack.enter_context(SpawnedRanks(1, _serve_all)).gather()
         stores = {
             name: kind(LOCALHOST, ports[name], timeout=TIMEOUT, wait_for_workers=False)
             for name, kind in _KINDS.items()
@@ -279,25 +250,15 @@ def _serve(kind: type[Any]) -> Any:
 
 
 def _serve_all(rank: int, connection: Connection) -> None:  # noqa: ARG001 - the body of a rank
-    """Body of the servers' process: answers names of stores with their ports, and serves until it ends."""
-    served: list[Any] = []
-    for names in commands(connection):
-        stores = {name: _serve(_KINDS[name]) for name in names}
-        served += stores.values()
-        connection.send({name: store.port for name, store in stores.items()})
+    """Body of the servers' process: tells their ports, and serves until the parent closes."""
+    stores = {name: _serve(kind) for name, kind in _KINDS.items()}
+    connection.send({name: store.port for name, store in stores.items()})
+    connection.poll(None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
-    for name, known in (("operations", tuple(OPERATIONS)), ("servers", SERVERS)):
-        parser.add_argument(
-            f"--{name}",
-            type=parse_names,
-            default=known,
-            metavar="NAME,...",
-            help=f"default: {','.join(known)}",
-        )
-    add_turns(parser, "store", rounds=5, seconds=0.2)
+    add_options(parser, Options)
     add_files(parser)
 
 

@@ -16,19 +16,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from collectives.bench.acceptance import repository
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
-from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, budget_for
+from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, budget_for, root
 from collectives.bench.core.arguments import add_files, parse_counts, parse_names, write_files
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
 from collectives.cli import CommandError
 from collectives.cli.output_files import output_file
 
-__all__ = ["add_arguments", "run"]
-
-_CUDA = "collectives.bench.acceptance.cuda"
+_CUDA = "collectives.bench.acceptance.platform"
 _DOUBLE = "nccl_double.platform"
 
 
@@ -113,7 +110,7 @@ def _find_double() -> None:
     Raises:
         CommandError: this is no checkout.
     """
-    tests = repository.root() / "tests"
+    tests = root() / "tests"
     if not (tests / "nccl_double" / "platform.py").is_file():
         raise CommandError(
             "accept --rehearse needs the double of NCCL, which is part of the repository and not of the "

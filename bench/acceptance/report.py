@@ -12,8 +12,6 @@ from typing import Any
 from collectives.bench.core.arguments import telling_how_long
 from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table, Timing, curve_of
 
-__all__ = ["CheckFailedError", "CheckSkippedError", "Found", "Report", "Row", "Verdict", "checked"]
-
 Found = tuple[str, Mapping[str, Any]]
 """What a check found, in words and as figures."""
 

@@ -2,42 +2,367 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import permutations
-from typing import Final
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, Final
+from xml.etree import ElementTree as ET
 
 import torch
 
-from collectives.backends.nccl import providers
+import collectives
+import collectives._native as _native
+from collectives.backends.nccl import ProcessGroupNCCL, providers
+from collectives.backends.nccl.device import CudaDevice, Stream
+from collectives.backends.nccl.library import NcclLibrary
 from collectives.backends.nccl.providers import loaded_files
+from collectives.bench import ddp
 from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
-from collectives.bench.acceptance.processes import run_ranks
-from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
-from collectives.bench.acceptance.repository import run_tests
-from collectives.bench.acceptance.speed import (
-    bandwidth_rows,
-    host_cost_rows,
-    models_of,
-    other_bandwidth_rows,
-    training_rows,
-)
-from collectives.conformance.examination import (
-    Answer,
-    Question,
-    Status,
-    examine,
-    questions,
-    unkept,
-)
+from collectives.bench.acceptance.ranks import Case, run_ranks
+from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Found, Row, checked
+from collectives.bench.comparison.goals import check as check_goal
+from collectives.bench.comparison.goals import parse_goal
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.operations import OPERATIONS
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import Record
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.text import format_bytes, number_of_ranks, parse_sizes
+from collectives.conformance.examination import Answer, Question, Status, examine, questions, unkept
+from collectives.core.types import AllreduceOptions
+from collectives.registry.backends import GroupOptions
 
-__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Budget", "Plan", "Work", "budget_for", "budget_of"]
+_WARM_UP = 100
+_COUNTED = 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call costs the host.
+
+    Attributes:
+        call: the call.
+        frames: frames of Python.
+        c_calls: calls of C functions by Python.
+        microseconds: median time.
+    """
+
+    call: str
+    frames: int
+    c_calls: int
+    microseconds: float
+
+
+def measure_host_cost(calls: int) -> list[Cost]:
+    """Returns the cost of the ways to call an all-reduce.
+
+    Args:
+        calls: how many of each are timed, 1 or more.
+    """
+    options = GroupOptions(collectives.HashStore(), 0, 1, group_name="stubbed")
+    group = ProcessGroupNCCL(options, _Library("stub", ""), _Device)
+    tensor, tensors = torch.ones(8), [torch.ones(8) for _ in range(10)]
+    inline = AllreduceOptions(asyncOp=False)
+    ways: dict[str, Callable[[], Any]] = {
+        "all_reduce, asynchronous": lambda: group.allreduce(tensor).wait(),
+        "all_reduce, synchronous": lambda: group.allreduce([tensor], inline).wait(),
+        "all_reduce of 10, coalesced": lambda: group.allreduce_coalesced(tensors).wait(),
+    }
+    try:
+        return [Cost(name, *_counted(call), _timed(call, calls)) for name, call in ways.items()]
+    finally:
+        group.abort()
+
+
+def _counted(call: Callable[[], object]) -> tuple[int, int]:
+    """Returns the frames and the calls of C functions of one call; the fewest of several.
+
+    Some calls wake the watchdog, which sleeps while it has nothing to watch.
+    """
+    for _ in range(_WARM_UP):
+        call()
+    return min(_count(call) for _ in range(_COUNTED))
+
+
+def _count(call: Callable[[], object]) -> tuple[int, int]:
+    seen = {"call": -1, "c_call": -1}  # the lambda's frame, and the end of the counting
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        if event in seen:
+            seen[event] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen["call"], seen["c_call"]
+
+
+def _timed(call: Callable[[], object], calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+_NOTHING: Final = ctypes.cast(ctypes.CDLL(None).pthread_mutexattr_destroy, ctypes.c_void_p).value or 0
+"""The address of a function of the C library that does nothing and returns 0."""
+
+
+class _Library(NcclLibrary):
+    """NCCL, whose functions do nothing."""
+
+    def _address(self, name: str) -> int:  # noqa: ARG002
+        return _NOTHING
+
+    def call(self, name: str, *arguments: Any) -> None:
+        pass
+
+    def integer(self, name: str, *arguments: int) -> int:  # noqa: ARG002
+        return 23007  # of the version, which alone is asked for
+
+
+class _Device(CudaDevice):
+    """The device of a user's groups; what it asks of torch and CUDA is stubbed."""
+
+    kind: ClassVar[str] = "cpu"
+
+    _raw_stream = {0: 64}.__getitem__
+
+    def _open(self) -> int:
+        return 0
+
+    @staticmethod
+    def _functions() -> Sequence[int]:
+        return [_NOTHING] * len(_native.CudaStreams.functions())
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    @staticmethod
+    def reduces_float8() -> bool:
+        return True
+
+    def _make_stream(self, high_priority: bool) -> Stream:  # noqa: ARG002
+        return 65
+
+
+GOAL: Final = "{ours} <= {theirs} * 1.1 + 10 us"
+"""Python's share of a call, and a tenth, which runs of NCCL with itself differ by."""
+LIMITS: Final[Mapping[str, tuple[int, float]]] = {
+    "all_reduce, asynchronous": (40, 15.0),
+    "all_reduce, synchronous": (41, 15.0),
+    "all_reduce of 10, coalesced": (55, 30.0),
+}
+"""Most frames of Python and microseconds of a call, by the names of :func:`measure_host_cost`."""
+
+SLOWER: Final = 1.05
+"""What an iteration of training may take, of that of torch's wrapper."""
+
+_MODELS: Final = ("resnet50", "bert-base", "gpt2")
+_SIZES: Final = "8:4G:8"
+_SHORT_SIZES: Final = "8:4K:512"
+_SIZES_OF_OTHERS: Final = "64K:64M:32"
+_SHORT_SIZES_OF_OTHERS: Final = "4K"
+_BUFFERS: Final = 6
+"""At most so many tensors of a size are in memory while it is measured."""
+_SHORT_BUDGET_S: Final = 0.5
+_CALLS: Final = 5000
+_SHORT_CALLS: Final = 200
+
+
+def bandwidth_rows(
+    platform: Platform,
+    ranks: int,
+    provider: str,
+    short: bool,
+    budget_s: float = 60.0,
+    *,
+    others: bool = False,
+) -> Iterator[Row]:
+    """Yields a row for all sizes of an all-reduce of float32, and one for each as far as there is memory.
+
+    Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own; what the
+    host takes to issue a call stands beside them.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        provider: package by which ours calls NCCL.
+        short: few sizes, a moment each.
+        budget_s: seconds that all sizes may take together.
+        others: whether to measure all other operations instead, with a row for each.
+    """
+    operations = tuple(name for name in OPERATIONS if (name != "all_reduce") == others)
+    full, few = (_SIZES_OF_OTHERS, _SHORT_SIZES_OF_OTHERS) if others else (_SIZES, _SHORT_SIZES)
+    sizes = parse_sizes(few if short else full)
+    where = f"{provider}, {ranks} ranks"
+    records: list[Record] = []
+
+    def run() -> Found:
+        room = DEVICES[platform.kind].memory_per_rank_bytes(ranks) // _BUFFERS
+        options = Options(
+            backends=platform.compared,
+            ranks=(ranks,),
+            sizes=tuple(size for size in sizes if size <= room),
+            operations=operations,
+            budget_s=_SHORT_BUDGET_S if short else budget_s,
+            device=platform.kind,
+            provider=provider if platform.kind == "cuda" else None,
+        )
+        report = measure(options)
+        if report.skipped:
+            raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+        records.extend(report.records)
+        largest = format_bytes(max(options.sizes))
+        smallest = format_bytes(min(options.sizes))
+        return f"{smallest} to {largest}", {"records": [record.as_json() for record in records]}
+
+    what = "other operations" if others else "all_reduce"
+    yield checked("bandwidth", f"{what}, {where}", run)
+    judged = platform.times_tell and ranks <= len(platform.gpus())
+    points: dict[str, list[Record]] = {}
+    for record in records:
+        point = record.operation
+        if not others:
+            point += f" of {format_bytes(record.size_bytes)}"
+        points.setdefault(point, []).append(record)
+    for point, some in points.items():
+        yield checked(
+            "bandwidth", f"{point}, {where}", partial(_compared_times, some, platform.compared, judged)
+        )
+
+
+def _compared_times(records: Sequence[Record], compared: tuple[str, str], times_tell: bool) -> Found:
+    sizes = dict.fromkeys(record.size_bytes for record in records)
+    said = []
+    for record in records:
+        rate = record.busbw_gb_per_s(record.cold)
+        host = record.host or record.hot  # of a device that is done when the call returns
+        size = f" at {format_bytes(record.size_bytes)}" if len(sizes) > 1 else ""
+        said.append(
+            f"{record.peer}{size} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s, "
+            f"host {host.median_us:.1f} us"
+        )
+    found = "; ".join(said)
+    wrong = [
+        f"{record.peer}: {record.wrong_elements} wrong elements"
+        for record in records
+        if record.wrong_elements
+    ]
+    if wrong:
+        raise CheckFailedError("; ".join(wrong))
+    if not times_tell:
+        return f"{found}; no verdict on times here", {}
+    goals = check_goal(parse_goal(GOAL.format(ours=compared[0], theirs=compared[1])), records)
+    missed = [f"{goal.allowed_us:.1f} us are allowed" for goal in goals if not goal.is_met]
+    if missed:
+        raise CheckFailedError(f"{found}; {'; '.join(missed)}")
+    return found, {"allowed_us": [goal.allowed_us for goal in goals]}
+
+
+def models_of(platform: Platform, ranks: int, short: bool) -> tuple[str, ...]:
+    """Returns the models to train: one where ranks share devices, whose times tell nothing.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        short: a small one stands for all.
+    """
+    if short:
+        return ("small",)
+    return _MODELS if ranks <= len(platform.gpus()) else _MODELS[1:2]
+
+
+def training_rows(
+    platform: Platform, ranks: int, provider: str, short: bool, budget_s: float = 60.0
+) -> Iterator[Row]:
+    """Yields a row for each model that is trained with our wrapper and with torch's.
+
+    Gradients must agree and ranks end with the same parameters. Times are judged by :data:`SLOWER` where each
+    rank has a device of its own.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        provider: package by which ours calls NCCL.
+        short: a small model, few iterations.
+        budget_s: seconds that the iterations of a model may take.
+    """
+    judged = platform.times_tell and ranks <= len(platform.gpus())
+    for model in models_of(platform, ranks, short):
+        asked = {
+            "models": (model,),
+            "peers": platform.trained,
+            "ranks": ranks,
+            "iterations": 4 if short else None,
+            "budget_s": budget_s,
+            "device": platform.kind,
+        }
+        name = f"{model}, {provider}, {number_of_ranks(ranks)}"
+        yield checked("training", name, partial(_trained, asked, judged))
+
+
+def _trained(asked: Mapping[str, Any], times_tell: bool) -> Found:
+    report = ddp.measure(ddp.Options(**asked))
+    if report.skipped:
+        raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+    ours, theirs = report.records
+    times = [record.iteration.median_us / 1e3 for record in (ours, theirs)]
+    found = f"{ours.peer} {times[0]:.1f} ms, {theirs.peer} {times[1]:.1f} ms"
+    figures = {"records": [report.record_as_json(record) for record in report.records]}
+    if wrong := [record.peer for record in report.records if not record.agrees]:
+        raise CheckFailedError(f"{found}; ranks or gradients differ: {', '.join(wrong)}")
+    if not times_tell:
+        return f"{found}; no verdict on times here", figures
+    if times[0] > SLOWER * times[1]:
+        raise CheckFailedError(f"{found}; {SLOWER} times torch's are allowed")
+    return found, figures
+
+
+def host_cost_rows(platform: Platform, short: bool) -> Iterator[Row]:
+    """Yields a row for each way to call an all-reduce, with CUDA and NCCL stubbed.
+
+    Args:
+        platform: says whether times tell.
+        short: a few calls.
+    """
+    costs: dict[str, Cost] = {}
+
+    def run() -> Found:
+        costs.update((cost.call, cost) for cost in measure_host_cost(_SHORT_CALLS if short else _CALLS))
+        return f"{len(costs)} ways to call", {}
+
+    yield checked("host-cost", "all", run)
+    for name, cost in costs.items():
+        yield checked("host-cost", name, partial(_cost, cost, *LIMITS[name], platform.times_tell))
+
+
+def _cost(cost: Cost, frames: int, limit_us: float, times_tell: bool) -> Found:
+    found = f"{cost.microseconds:.1f} us, {cost.frames} frames of Python, {cost.c_calls} calls of C"
+    if cost.frames > frames:
+        raise CheckFailedError(f"{found}; {frames} frames are allowed")
+    if not times_tell:
+        return f"{found}; no verdict on times here", asdict(cost)
+    if cost.microseconds > limit_us:
+        raise CheckFailedError(f"{found}; {limit_us} us are allowed")
+    return found, asdict(cost)
+
 
 _ONE_GPU_S: Final = 600.0
 _EIGHT_GPUS_S: Final = 3600.0
@@ -342,9 +667,9 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
 
 def _bandwidth(plan: Plan) -> Iterator[Row]:
     for ranks in plan.several:
-        provider = plan.providers[0]
-        for rows in (bandwidth_rows, other_bandwidth_rows):
-            yield from rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
+        for others in (False, True):
+            asked = plan.platform, ranks, plan.providers[0], plan.short, plan.measurement_s
+            yield from bandwidth_rows(*asked, others=others)
 
 
 def _training(plan: Plan) -> Iterator[Row]:
@@ -396,3 +721,54 @@ def budget_for(plan: Plan, sections: Sequence[str]) -> Budget:
 
 OF_SEVERAL_RANKS: Final = frozenset({"conformance", "streams", "failures", "bandwidth"})
 """Those that one rank alone says nothing of."""
+
+
+_TESTS_LIMIT_S: Final = 1800.0
+_TAIL: Final = 3000
+
+
+def root() -> Path:
+    """Returns the folder that the package lies in: of a checkout, its root."""
+    return Path(collectives.__file__).resolve().parents[1]
+
+
+def run_tests(words: Sequence[str], left_out: str = "") -> Found:
+    """Runs tests of the repository; returns their numbers in words and as figures.
+
+    Args:
+        words: arguments of pytest.
+        left_out: what those leave out, in words.
+
+    Raises:
+        CheckSkippedError: there is no repository, or no test failed, but some were skipped.
+        CheckFailedError: tests failed, or none was run.
+    """
+    folder = root()
+    if not (folder / "tests" / "gpu").is_dir():
+        raise CheckSkippedError(
+            "the tests are part of the repository and not of the installed package; run the command from a "
+            "checkout that was installed with pip install -e '.[dev]'"
+        )
+    with tempfile.TemporaryDirectory(prefix="collectives-accept-") as written:
+        report = Path(written, "tests.xml")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *words],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TESTS_LIMIT_S,
+            check=False,
+        )
+        if not report.exists():
+            raise CheckFailedError(f"pytest ended with status {done.returncode}: {done.stdout[-_TAIL:]}")
+        suites = list(ET.parse(report).iter("testsuite"))  # noqa: S314 - pytest has just written it
+    kinds = ("tests", "failures", "errors", "skipped")
+    counts = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
+    if done.returncode:
+        raise CheckFailedError(f"pytest ended with status {done.returncode}: {done.stdout[-_TAIL:]}")
+    if counts["skipped"]:
+        raise CheckSkippedError(f"{counts['skipped']} of {counts['tests']} tests: {done.stdout[-_TAIL:]}")
+    said = f"{counts['tests']} tests passed"
+    return f"{said}; left out: {left_out}" if left_out else said, counts

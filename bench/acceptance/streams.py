@@ -9,14 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from collectives.bench.acceptance.cases import Case, answers_of
-from collectives.bench.acceptance.context import Context
-from collectives.bench.acceptance.processes import RankEnd
+from collectives.bench.acceptance.ranks import Case, Context, RankEnd, case, right_values
 from collectives.bench.acceptance.report import CheckFailedError
 from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel
-
-__all__ = ["CASES"]
 
 _COUNT: Final = 1 << 14
 _LATE_S: Final = 1.0
@@ -28,10 +24,23 @@ _WARM_UP: Final = 11
 _CLOSE: Final = 1e-5
 
 
+CASES: Final[dict[str, Case]] = {}
+"""The checks by the name of their body."""
+
+
+def _right_without_waiting(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    figures = right_values(ends)
+    seconds = max(end.answer["seconds_of_the_host"] for end in ends if end.answer is not None)
+    if seconds >= _LATE_S:
+        raise CheckFailedError(f"the host waited: {seconds:.2f} s for a stream that is {_LATE_S} s late")
+    return {**figures, "seconds_of_the_host": seconds}
+
+
 def _values(tensor: torch.Tensor) -> list[float]:
     return sorted(set(tensor.tolist()))
 
 
+@case(CASES, "a producer that is late", _right_without_waiting)
 def _late_producer(context: Context) -> None:
     group, size = context.connected(), context.size
     found, waited = [], 0.0
@@ -51,6 +60,7 @@ def _late_producer(context: Context) -> None:
     context.answer(found=found, wanted=[float(size * (size + 1))] * 4, seconds_of_the_host=waited)
 
 
+@case(CASES, "tensors that nobody keeps", right_values)
 def _memory(context: Context) -> None:
     group, size = context.connected(), context.size
     results = []
@@ -68,6 +78,7 @@ def _memory(context: Context) -> None:
     context.answer(found=found, wanted=[float(turn) for turn in range(_TURNS)])
 
 
+@case(CASES, "no call waits for a stream", right_values)
 def _no_waiting(context: Context) -> None:
     group, size = context.connected(), context.size
     tensor, whole = context.ones(_COUNT), context.full(size * _COUNT, 0.0)
@@ -90,6 +101,7 @@ def _no_waiting(context: Context) -> None:
     context.answer(found=found, wanted=[float(size * size)] * 2)
 
 
+@case(CASES, "no step of training waits for a stream", right_values)
 def _no_waiting_training(context: Context) -> None:
     """Trains beside a module that sees the inputs of all ranks, without our wrapper."""
     group, kind = context.connected(), context.platform.kind
@@ -130,6 +142,7 @@ def _are_close(one: torch.nn.Module, other: torch.nn.Module) -> float:
     return float(max((mine - theirs).abs().max().item() for mine, theirs in pairs) <= _CLOSE)
 
 
+@case(CASES, "collectives in a graph", right_values)
 def _captured(context: Context) -> None:
     group, size = context.connected(), context.size
     tensor, whole = context.ones(_COUNT), context.full(size * _COUNT, 0.0)
@@ -156,6 +169,7 @@ def _captured(context: Context) -> None:
     context.answer(found=found, wanted=wanted)
 
 
+@case(CASES, "a capture that forbids unsafe calls to all threads", right_values)
 def _captured_beside_others(context: Context) -> None:
     """Captures in the mode that forbids most, while another thread issues, and threads of ours watch that."""
     group, other = context.connected(), context.connected(name="beside")
@@ -186,6 +200,7 @@ def _captured_beside_others(context: Context) -> None:
     context.answer(found=found, wanted=wanted)
 
 
+@case(CASES, "an iteration of training in a graph", right_values)
 def _captured_training(context: Context) -> None:
     group, kind = context.connected(), context.platform.kind
     given = torch.zeros(8, 16, device=kind)
@@ -223,33 +238,3 @@ def _captured_training(context: Context) -> None:
     graph.reset()
     group.shutdown()
     context.answer(found=found, wanted=[1.0] * _TURNS)
-
-
-def _right(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
-    answers = answers_of(ends, range(len(ends)))
-    for rank, answer in enumerate(answers):
-        if answer["found"] != answer["wanted"]:
-            raise CheckFailedError(f"rank {rank} has {answer['found']} instead of {answer['wanted']}")
-    return {"ranks": len(ends)}
-
-
-def _right_without_waiting(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
-    figures = _right(ends)
-    seconds = max(end.answer.values["seconds_of_the_host"] for end in ends if end.answer is not None)
-    if seconds >= _LATE_S:
-        raise CheckFailedError(f"the host waited: {seconds:.2f} s for a stream that is {_LATE_S} s late")
-    return {**figures, "seconds_of_the_host": seconds}
-
-
-CASES: Final[Mapping[str, Case]] = {
-    "late_producer": Case("a producer that is late", _late_producer, _right_without_waiting),
-    "memory": Case("tensors that nobody keeps", _memory, _right),
-    "no_waiting": Case("no call waits for a stream", _no_waiting, _right),
-    "no_waiting_training": Case("no step of training waits for a stream", _no_waiting_training, _right),
-    "captured": Case("collectives in a graph", _captured, _right),
-    "captured_beside_others": Case(
-        "a capture that forbids unsafe calls to all threads", _captured_beside_others, _right
-    ),
-    "captured_training": Case("an iteration of training in a graph", _captured_training, _right),
-}
-"""The checks by the name of their body."""

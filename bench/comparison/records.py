@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.core.image import image, made_with
-from collectives.bench.core.records import (
-    SCHEMA,
-    BaseReport,
-    Chart,
-    Column,
-    Skipped,
-    Table,
-    Timing,
-    curve_of,
-)
-from collectives.bench.core.text import (
-    format_bytes,
-    number_of_ranks,
-    or_dash,
-    skipped_lines,
-    table_lines,
-)
-
-__all__ = [
-    "KINDS",
-    "Record",
-    "Report",
-    "brief_line",
-    "comparison_lines",
-    "plot",
-    "read_report",
-    "record_lines",
-    "report_lines",
-]
+from collectives.bench.core.charts import made_with, write_image
+from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table, Timing, curve_of
+from collectives.bench.core.text import format_bytes, number_of_ranks, or_dash
 
 KINDS = ("cold", "hot", "loop")
 """Names of a record's times."""
@@ -132,84 +104,56 @@ class Report(BaseReport[Record]):
         return record.as_json()
 
     def tables(self) -> Sequence[Table]:
-        """Returns a table of all peers for each operation and number of ranks."""
+        """Returns a table of each peer, then the peers side by side, by number of ranks and operation."""
+        runs: dict[tuple[int, str], list[Record]] = {}
+        for record in sorted(self.records, key=lambda record: record.ranks):
+            runs.setdefault((record.ranks, record.compared_at), []).append(record)
+        versions = self.environment.get("peers", {})
         tables = []
-        for operation, ranks in dict.fromkeys((record.compared_at, record.ranks) for record in self.records):
-            chosen = [one for one in self.records if (one.compared_at, one.ranks) == (operation, ranks)]
-            heading = f"{operation}, {number_of_ranks(ranks)}; slowest rank, median over calls"
-            columns = [Column("peer", "", 0), *(column for column, _ in _COLUMNS)]
-            tables.append(
-                Table(heading, columns, [[one.peer, *(cell(one) for _, cell in _COLUMNS)] for one in chosen])
-            )
+        for records in runs.values():
+            for peer in dict.fromkeys(record.peer for record in records):
+                of_peer = [record for record in records if record.peer == peer]
+                tables.append(_peer_table(of_peer, versions.get(peer, "")))
+            tables += [table for kind in KINDS if (table := _comparison(records, kind)) is not None]
         return tables
 
+    def reading(self) -> Sequence[str]:
+        """Returns what the groups of columns are."""
+        return ("cold: rewritten, rotated buffers; hot: same buffer.",)
+
     def charts(self) -> Sequence[Chart]:
-        """Returns cold times over size, for each operation and number of ranks; a barrier has no size."""
-        sized = [record for record in self.records if record.size_bytes]
-        wheres = dict.fromkeys((record.compared_at, record.ranks) for record in sized)
-        return [
-            Chart(
-                f"{operation}, {number_of_ranks(ranks)}",
-                "size",
-                "time (us), slowest rank, median and p10 to p90",
-                [
-                    curve_of(peer, ((record.size_bytes, record.cold) for record in group))
-                    for peer, group in _by_peer(
-                        one for one in sized if (one.compared_at, one.ranks) == (operation, ranks)
-                    ).items()
-                ],
-                x_names=_size_names({one.size_bytes for one in sized if one.compared_at == operation}),
-            )
-            for operation, ranks in wheres
-        ]
+        """Returns cold times and bus bandwidths over size, for each operation; a barrier has no size."""
+        charts = []
+        for operation in dict.fromkeys(record.compared_at for record in self.records if record.size_bytes):
+            chosen = [record for record in self.records if record.compared_at == operation]
+            runs = list(dict.fromkeys(record.ranks for record in chosen))
+            ascending = sorted({record.size_bytes for record in chosen})
+            names = {size: format_bytes(size) for size in ascending[:: -(-len(ascending) // MOST_NAMES)]}
+            times, rates = [], []
+            for color, peer in enumerate(dict.fromkeys(record.peer for record in chosen)):
+                for ranks, look in zip(runs, cycle(_LOOKS)):
+                    line = [one for one in chosen if (one.peer, one.ranks) == (peer, ranks)]
+                    if not line:
+                        continue
+                    name = peer if len(runs) == 1 else f"{peer}, {number_of_ranks(ranks)}"
+                    time = curve_of(name, ((one.size_bytes, one.cold) for one in line))
+                    times.append(replace(time, look=look, color=color))
+                    values = [one.busbw_gb_per_s(one.cold) or 0.0 for one in line]
+                    if all(values):  # a peer that communicates nothing, or a single rank, has no bandwidth
+                        rates.append(Curve(name, time.at, values, look=look, color=color))
+            where = ", ".join([operation, *(map(number_of_ranks, runs) if len(runs) == 1 else ())])
+            said = "time (us), slowest rank, median and p10 to p90"
+            for y, curves in ((said, times), ("bus bandwidth (GB/s)", rates)):
+                if curves:
+                    charts.append(Chart(where, "size of each rank's tensor", y, curves, x_names=names))
+        return charts
 
 
-def _size_names(sizes: Iterable[int]) -> dict[int, str]:
-    """Returns what stands at sizes on an axis: at a dozen of them at most."""
-    ascending = sorted(sizes)
-    return {size: format_bytes(size) for size in ascending[:: -(-len(ascending) // 12)]}
+_LOOKS: tuple[Literal["line", "dashed", "dotted"], ...] = ("line", "dashed", "dotted")
+"""Of curves by number of ranks."""
 
-
-def _by_peer(records: Iterable[Record]) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.peer, []).append(record)
-    return groups
-
-
-def read_report(path: Path) -> Report:
-    """Returns the report in a JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else, or has another schema.
-    """
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        schema = plain["schema"]
-        if schema == SCHEMA:
-            return Report(
-                plain["program"],
-                plain["environment"],
-                plain["options"],
-                [_record(entry) for entry in plain["records"]],
-                [Skipped(**entry) for entry in plain["skipped"]],
-            )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} holds no report of collectives bench allreduce or collectives bench collectives: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    raise ValueError(f"{path} has schema {schema!r}, but this version reads {SCHEMA}")
-
-
-def _record(plain: dict[str, Any]) -> Record:
-    timings = {
-        name: Timing(**{key: plain[name][key] for key in Timing.__slots__})
-        for name in ("cold", "hot", "loop", "host")
-        if plain.get(name) is not None
-    }
-    return Record(**{**plain, **timings})
+MOST_NAMES = 12
+"""At most so many sizes are named on an axis."""
 
 
 _COLUMNS: tuple[tuple[Column, Callable[[Record], str]], ...] = (
@@ -234,70 +178,31 @@ _COLUMNS: tuple[tuple[Column, Callable[[Record], str]], ...] = (
 """The columns of a peer's table, and the cell of a record in each."""
 
 
-def report_lines(report: Report) -> Iterator[str]:
-    """Yields tables by number of ranks, operation and peer, the peers side by side, then those skipped."""
-    versions: Mapping[str, str] = report.environment.get("peers", {})
-    for ranks in sorted({record.ranks for record in report.records}):
-        of_run = [record for record in report.records if record.ranks == ranks]
-        for operation in dict.fromkeys(record.compared_at for record in of_run):
-            compared = [record for record in of_run if record.compared_at == operation]
-            for peer in dict.fromkeys(record.peer for record in compared):
-                yield ""
-                of_peer = [record for record in compared if record.peer == peer]
-                yield from record_lines(of_peer, versions.get(peer, ""))
-            for kind in KINDS:
-                yield from comparison_lines(compared, kind)
-    if report.skipped:
-        yield ""
-        yield from skipped_lines(report.skipped)
-
-
-def record_lines(records: Sequence[Record], version: str = "") -> Iterator[str]:
-    """Yields one peer's table.
-
-    Args:
-        records: of one peer and number of ranks, not empty.
-        version: of the software behind the peer.
-    """
+def _peer_table(records: Sequence[Record], version: str) -> Table:
+    """Returns the table of one peer with one number of ranks, in the columns of nccl-tests."""
     first = records[0]
     run = number_of_ranks(first.ranks)
     if first.operation == "all_reduce":
         run += ", in-place" if first.in_place else ", out-of-place (with the copy)"
     name = f"{first.peer} ({version})" if version else first.peer
-    yield f"# {first.operation} by {name}, {run}; slowest rank, median over calls"
-    yield "#" + _groups_of_columns()
-    rows = ([cell(record) for _, cell in _COLUMNS] for record in records)
-    yield from table_lines([column for column, _ in _COLUMNS], rows)
     wrong = sum(record.wrong_elements for record in records)
-    yield f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
+    notes = [f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"]
     rates = [rate for record in records if (rate := record.busbw_gb_per_s(record.cold)) is not None]
     if rates:
-        yield f"# Avg bus bandwidth    : {sum(rates) / len(rates):.4g}"
-
-
-def _groups_of_columns() -> str:
-    """Returns the line that names the groups of columns."""
-    widths: Counter[str] = Counter()
-    for column, _ in _COLUMNS[:-1]:
-        widths[column.group] += column.width
-    before, cold, hot = widths[""], widths["cold"], widths["hot"]
-    return (
-        " " * (before + 2)
-        + " cold: rewritten, rotated buffers ".center(cold - 2, "-")
-        + "  "
-        + " hot: same buffer ".center(hot - 2, "-")
+        notes.append(f"Avg bus bandwidth    : {sum(rates) / len(rates):.4g}")
+    return Table(
+        f"{first.operation} by {name}, {run}; slowest rank, median over calls",
+        [column for column, _ in _COLUMNS],
+        [[cell(record) for _, cell in _COLUMNS] for record in records],
+        notes,
     )
 
 
-def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
-    """Yields all peers side by side: medians, and each peer's time over the first peer's.
+def _comparison(records: Sequence[Record], kind: str) -> Table | None:
+    """Returns the medians of all peers side by side, and over the first peer's; ``None`` for one peer.
 
     The limit is not a peer; its column shows the share of memory bandwidth reached: its time over the first
     peer's.
-
-    Args:
-        records: of one number of ranks and operation, not empty.
-        kind: which time, a name of :data:`~collectives.bench.core.records.KINDS`.
     """
     peers = list(dict.fromkeys(record.peer for record in records))
     first = peers[0]
@@ -309,15 +214,10 @@ def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
         if (timing := record.timing(kind)) is not None
     }
     if len(peers) < 2 or not times:
-        return
+        return None
     ratios = [f"{peer}/{first}" for peer in others] + [f"of {limit}" for limit in limits]
     columns = [Column("size (B)", "", 10)]
     columns += [Column(name, "", max(12, len(name) + 2)) for name in (*peers, *ratios)]
-    yield ""
-    yield (
-        f"# {kind} time (us) of {records[0].compared_at}, each peer with "
-        f"{number_of_ranks(records[0].ranks)}, then relative to {first}"
-    )
     rows = []
     for size in dict.fromkeys(record.size_bytes for record in records):
         mine = times.get((size, first))
@@ -325,7 +225,12 @@ def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
             cells = [str(size), *(_time(times.get((size, peer))) for peer in peers)]
             cells += [_ratio(times.get((size, peer)), mine, "x") for peer in others]
             rows.append([*cells, *(_ratio(times.get((size, limit)), mine, "") for limit in limits)])
-    yield from table_lines(columns, rows)
+    return Table(
+        f"{kind} time (us) of {records[0].compared_at}, each peer with "
+        f"{number_of_ranks(records[0].ranks)}, then relative to {first}",
+        columns,
+        rows,
+    )
 
 
 def _time(us: float | None) -> str:
@@ -366,90 +271,21 @@ def brief_line(records: Sequence[Record]) -> str:
     return f"{where.ljust(36)} us cold / hot: {'; '.join(cells)}"
 
 
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = "osD^vPX*"
-
-
-def plot(report: Report, path: Path, title: str = "") -> None:
-    """Writes a PNG image: time over size, and bus bandwidth over size, for every peer and number of ranks.
-
-    Each operation has its own pair of plots; a barrier has no size and none. Lines are cold medians; the
-    bands reach from the tenth to the ninetieth percentile.
+def plot(report: Report, path: Path) -> None:
+    """Writes the charts of a report as a PNG image.
 
     Args:
         report: with at least one record of an operation that has a size.
         path: of the image; its directory is made.
-        title: above the plots; the default names operation, data type and reduction.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    operations = list(dict.fromkeys(record.compared_at for record in report.records if record.size_bytes))
-    whole = "\n".join([title or _title(report), made_with(report.environment, report.options)])
-    with image(path, len(operations), 2, (6.5, 5.2), whole) as grid:
-        for operation, axes in zip(operations, grid, strict=True):
-            chosen = [record for record in report.records if record.compared_at == operation]
-            _draw_operation(axes[0], axes[1], chosen)
-            if len(operations) > 1:
-                axes[0].set_title(operation)
-
-
-def _draw_operation(time_axes: Any, rate_axes: Any, records: Sequence[Record]) -> None:
-    """Draws the records of one operation into its two plots."""
-    runs = sorted({record.ranks for record in records})
-    for i, peer in enumerate(dict.fromkeys(record.peer for record in records)):
-        for j, ranks in enumerate(runs):
-            line = [record for record in records if (record.peer, record.ranks) == (peer, ranks)]
-            look = {
-                "color": f"C{i % 10}",
-                "linestyle": _STYLES[j % len(_STYLES)],
-                "marker": _MARKERS[i % len(_MARKERS)],
-                "markersize": 4,
-            }
-            _draw(time_axes, rate_axes, line, look)
-    sizes = sorted({record.size_bytes for record in records})
-    _finish(time_axes, "time (us), slowest rank, median and p10 to p90", sizes)
-    _finish(rate_axes, "bus bandwidth (GB/s)", sizes)
-
-
-def _title(report: Report) -> str:
     first = report.records[0]
-    if any(record.compared_at != first.compared_at for record in report.records):
-        return f"collectives of {first.dtype} tensors"
-    if first.compared_at != "all_reduce":
-        return f"{first.compared_at} of {first.dtype} tensors"
-    place = "in place" if first.in_place else "out of place"
-    return f"all_reduce of {first.dtype} tensors, {first.redop}, {place}"
-
-
-def _draw(time_axes: Any, rate_axes: Any, line: Sequence[Record], look: dict[str, Any]) -> None:
-    """Draws the records of one peer and number of ranks, ascending in size, into both plots."""
-    if not line:
-        return
-    sizes = [record.size_bytes for record in line]
-    label = f"{line[0].peer}, {line[0].ranks} {'rank' if line[0].ranks == 1 else 'ranks'}"
-    time_axes.plot(sizes, [record.cold.median_us for record in line], label=label, **look)
-    time_axes.fill_between(
-        sizes,
-        [record.cold.p10_us for record in line],
-        [record.cold.p90_us for record in line],
-        color=look["color"],
-        alpha=0.15,
-        linewidth=0,
-    )
-    rates = [record.busbw_gb_per_s(record.cold) for record in line]
-    if all(rates):  # a peer that communicates nothing, or a single rank, has no bus bandwidth
-        rate_axes.plot(sizes, rates, label=label, **look)
-
-
-def _finish(axes: Any, quantity: str, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("size of each rank's tensor")
-    axes.set_ylabel(quantity)
-    names = _size_names(sizes)
-    axes.set_xticks([*names], [*names.values()], rotation=45, ha="right")
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    if axes.get_lines():
-        axes.legend()
+    what, about = "collectives", ""
+    if all(record.compared_at == first.compared_at for record in report.records):
+        what = first.compared_at
+    if what == "all_reduce":
+        about = f", {first.redop}, {'in place' if first.in_place else 'out of place'}"
+    title = f"{what} of {first.dtype} tensors{about}; {made_with(report.environment, report.options)}"
+    write_image(path, report.charts(), 2, title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,84 +11,37 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
+import torch.distributed as torch_dist
 
 import collectives
 from collectives.backends.nccl import providers
-from collectives.bench.comparison import operations, torch_peer
+from collectives.bench.comparison import operations
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
-from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
-from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.comparison.options import Options, stride
+from collectives.bench.comparison.peers import (
+    TORCH,
+    TORCH_NCCL,
+    Bind,
+    add_zero,
+    group_peer,
+    mpi_peer,
+    nccl_version,
+    open_torch,
+    split_name,
+    why_mpi_refuses,
+    why_not,
+    why_torch_refuses,
+)
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
-from collectives.bench.core.machine import bind_to_core, mpi_version
-from collectives.bench.core.namespaces import enter_as_rank
+from collectives.bench.core.machine import mpi_version
+from collectives.bench.core.ranks import Placement, SpinBarrier
 from collectives.ranks.processes import commands
-
-__all__ = [
-    "LIMIT",
-    "Batch",
-    "BatchResult",
-    "Ready",
-    "Worker",
-    "Workload",
-    "memory_bytes",
-    "run_worker",
-    "serve",
-]
 
 LIMIT = "limit"
 """Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
 
-ARENA_MIN_BYTES = 64 << 20
-"""Memory that buffers rotate through: beyond the caches of a core on today's machines."""
-
-SLICE_GAP_BYTES = 4096 + 64
-"""Distance between two buffers: another page, and another set of the first-level cache."""
-
-
 LATE_S = 0.001
 """How long one rank comes after the others to a barrier that must hold them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is measured.
-
-    Attributes:
-        dtype: name of the data type.
-        redop: name of the reduction.
-        in_place: whether the rewritten buffer of an all-reduce is reduced itself, or a copy of it, made
-            within the time.
-        max_bytes: size of the largest array, whole parts included.
-        backends: names of the peers to make groups of.
-        operations: names of the operations.
-        limit: whether the peer :data:`LIMIT` is wanted too.
-        imports: modules to import first, which register further backends.
-        cores: on which each rank stays with all its threads; empty where the kernel chooses.
-        machines: number of network namespaces that play machines; 1 for none.
-        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
-        host: where the parent's store listens.
-        namespaces: the network namespace of each rank, where there are machines.
-        device: type of the device that the tensors are on, a name of
-            :data:`~collectives.bench.core.devices.DEVICES`.
-        provider: package that loads NCCL for the nccl backend; ``None`` leaves it to the environment.
-    """
-
-    dtype: str
-    redop: str
-    in_place: bool
-    max_bytes: int
-    backends: tuple[str, ...]
-    operations: tuple[str, ...] = ("all_reduce",)
-    limit: bool = False
-    imports: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
-    machines: int = 1
-    link: str | None = None
-    host: str = LOCALHOST
-    namespaces: tuple[str, ...] = ()
-    device: str = "cpu"
-    provider: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +120,7 @@ class Worker:
     Args:
         rank: the rank that this process is.
         size: number of ranks.
-        workload: what is measured.
+        options: what is measured.
         barrier: lets all ranks go at the same time.
         peers: the peers by name.
     """
@@ -177,28 +129,24 @@ class Worker:
         self,
         rank: int,
         size: int,
-        workload: Workload,
+        options: Options,
         barrier: Callable[[], None],
         peers: Mapping[str, Bind],
     ) -> None:
         self._rank, self._size = rank, size
-        self._workload = workload
-        self._device = DEVICES[workload.device]
+        self._options = options
+        self._device = DEVICES[options.device]
         self._barrier = self._device.starting(barrier)
         self._peers = peers
-        self._dtype = getattr(torch, workload.dtype)
+        self._dtype = getattr(torch, options.dtype)
         self._prepared: tuple[str, int] | None = None
         place = self._device.kind
         self._nothing = torch.empty(0, dtype=self._dtype, device=place)
         self._values = _Values(self._nothing, None)
         self._full = self._nothing  # a whole array of known values, for the memory limit
-        self._hot = [
-            torch.empty(-(-workload.max_bytes // self._dtype.itemsize), dtype=self._dtype, device=place)
-            for _ in range(_buffers(workload))
-        ]
-        # Two calls of the largest always fit.
-        largest = 2 * _buffers(workload) * _stride(workload.max_bytes)
-        self._arena = torch.zeros(max(largest, ARENA_MIN_BYTES), dtype=torch.uint8, device=place)
+        largest = options.largest_bytes(size) // options.item_bytes
+        self._hot = [torch.empty(largest, dtype=self._dtype, device=place) for _ in range(options.buffers())]
+        self._arena = torch.zeros(options.arena_bytes(size), dtype=torch.uint8, device=place)
         self._offset = 0  # where the next buffer of the rotation begins
         self._crossings = 0
 
@@ -228,7 +176,7 @@ class Worker:
         self._prepared = None
         self._full = self._nothing
         self._values = _Values(self._nothing, None)  # the old and the new at once would be twice as much
-        what = (operation, self._workload.redop, self._dtype, count, self._rank, self._size)
+        what = (operation, self._options.redop, self._dtype, count, self._rank, self._size)
         given, wanted = input_values(*what), wanted_values(*what)
         place = self._device.kind
         self._values = _Values(given.to(place), None if wanted is None else wanted.to(place))
@@ -263,7 +211,7 @@ class Worker:
     ) -> tuple[list[int], list[int], list[int], int]:
         given, result = self._pair(operation, batch.count, self._hot)
         if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
-            rest = torch.full_like(values.given, operations.resting(self._workload.redop))
+            rest = torch.full_like(values.given, operations.resting(self._options.redop))
             values = _Values(rest, None if values.wanted is None else rest)
         given.copy_(values.given)
         call = self._bind(operation, batch, given, result)
@@ -330,7 +278,7 @@ class Worker:
         self, operation: Operation, count: int, buffers: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a call's input and output, the same where it works in place."""
-        if operation.in_place and (self._workload.in_place or not operation.reduces):
+        if operation.in_place and (self._options.in_place or not operation.reduces):
             return (buffers[0][:count],) * 2
         what = (count, self._rank, self._size)
         return buffers[0][: operation.input_count(*what)], buffers[1][: operation.output_count(*what)]
@@ -338,15 +286,15 @@ class Worker:
     def _rotate(self, count: int, calls: int) -> list[list[torch.Tensor]]:
         """Returns the buffers of so many calls, or of fewer where memory ends."""
         size_bytes = count * self._dtype.itemsize
-        stride = _stride(size_bytes)
-        each = _buffers(self._workload)
-        number = min(calls, self._arena.numel() // stride // each) * each
-        if self._offset + number * stride > self._arena.numel():
+        gap = stride(size_bytes)
+        each = self._options.buffers()
+        number = min(calls, self._arena.numel() // gap // each) * each
+        if self._offset + number * gap > self._arena.numel():
             self._offset = 0
         begin = self._offset
-        self._offset += number * stride
+        self._offset += number * gap
         buffers = [
-            self._arena[begin + i * stride : begin + i * stride + size_bytes].view(self._dtype)
+            self._arena[begin + i * gap : begin + i * gap + size_bytes].view(self._dtype)
             for i in range(number)
         ]
         return [buffers[i : i + each] for i in range(0, number, each)]
@@ -361,84 +309,74 @@ def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torc
     call()
 
 
-def _buffers(workload: Workload) -> int:
-    """Returns the buffers that a call needs: one where all operations work in place."""
-    return 1 if workload.in_place and all(OPERATIONS[name].in_place for name in workload.operations) else 2
-
-
-def memory_bytes(workload: Workload) -> int:
-    """Returns the memory of each rank's tensors."""
-    each = _buffers(workload)
-    arena = max(2 * each * _stride(workload.max_bytes), ARENA_MIN_BYTES)
-    parts = any(OPERATIONS[name].parts for name in workload.operations)  # put together from parts
-    return (2 + each + parts) * workload.max_bytes + arena
-
-
-def _stride(size_bytes: int) -> int:
-    """Returns the distance between the beginnings of two buffers; each begins at a cache line."""
-    return -(-size_bytes // 64) * 64 + SLICE_GAP_BYTES
-
-
-def run_worker(
-    rank: int, connection: Connection, size: int, workload: Workload, memory: str, port: int
-) -> None:
+def run_worker(rank: int, connection: Connection, placement: Placement, options: Options) -> None:
     """Body of a rank: sends what it cannot measure and why, then the result of every batch it is told to run.
 
     Args:
         rank: the rank that this process is.
         connection: to the parent.
-        size: number of ranks.
-        workload: what is measured.
-        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
-        port: of the parent's store.
+        placement: where it is.
+        options: what is measured, with the peers to open.
     """
-    torch.set_num_threads(1)
-    DEVICES[workload.device].take(rank, size)
-    if workload.provider is not None:
-        os.environ[providers.PROVIDER_VARIABLE] = workload.provider
-    enter_as_rank(workload.namespaces, rank)
-    if workload.cores:
-        bind_to_core(workload.cores[rank])
-    for module in workload.imports:
-        importlib.import_module(module)
-    ours = [name for name in workload.backends if not name.startswith(torch_peer.PREFIX)]
+    placement.take(rank)
+    if options.provider is not None:
+        os.environ[providers.PROVIDER_VARIABLE] = options.provider
+    names = options.backends or ()
+    ours = [name for name in names if not name.startswith(TORCH)]
     if ours:
-        initialize(rank, size, port, split_name(ours[0])[0], workload.host)
-    if len(ours) < len(workload.backends):
-        initialize_torch(rank, size, port, "gloo", workload.host)  # it only makes others
-    peers, ready = _peers(workload)
-    serve(connection, rank, size, workload, memory, peers, ready)
+        placement.initialize(rank, split_name(ours[0])[0])
+    if len(ours) < len(names):
+        placement.initialize_torch(rank, "gloo")  # it only makes others
+    _serve(rank, connection, placement, options, *_peers(options))
     if ours:
         collectives.destroy_process_group()
-    if len(ours) < len(workload.backends):
-        torch_peer.close()
+    if len(ours) < len(names):
+        torch_dist.destroy_process_group()
 
 
-def serve(
-    connection: Connection,
+def run_mpi4py(rank: int, connection: Connection, placement: Placement, options: Options) -> None:
+    """Body of a rank of plain mpi4py under ``mpirun``; arguments as of :func:`run_worker`.
+
+    Raises:
+        RuntimeError: ``mpirun`` and mpi4py are not of one MPI.
+    """
+    import mpi4py
+
+    mpi4py.rc.threads = False  # MPI's fastest mode
+    from mpi4py import MPI
+
+    placement.take(rank)
+    world = MPI.COMM_WORLD
+    if world.Get_size() != placement.size:
+        raise RuntimeError(
+            f"mpirun was to start {placement.size} ranks, but mpi4py sees {world.Get_size()}; not of one MPI"
+        )
+    (peer,) = options.backends or ()
+    dtype = getattr(torch, options.dtype)
+    refused = {
+        (peer, name): reason
+        for name in options.operations
+        if (reason := why_mpi_refuses(MPI, OPERATIONS[name], dtype, options.redop)) is not None
+    }
+    all_refused = len(refused) == len(options.operations)
+    peers = {} if all_refused else {peer: mpi_peer(MPI, world, options.redop)}
+    _serve(rank, connection, placement, options, peers, Ready(refused, {peer: mpi_version()}))
+
+
+def _serve(
     rank: int,
-    size: int,
-    workload: Workload,
-    memory: str,
+    connection: Connection,
+    placement: Placement,
+    options: Options,
     peers: Mapping[str, Bind],
     ready: Ready,
 ) -> None:
-    """Sends the ready once all is ready, and then runs batches until the parent closes.
-
-    Args:
-        connection: to the parent.
-        rank: the rank that this process is.
-        size: number of ranks.
-        workload: what is measured.
-        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
-        peers: those that can do at least one of the operations.
-        ready: of all peers.
-    """
+    """Sends the ready once all is ready, and then runs batches until the parent closes."""
     if not peers:
         connection.send(ready)
         return
-    barrier = SpinBarrier(memory, rank, size)
-    worker = Worker(rank, size, workload, barrier, peers)
+    barrier = SpinBarrier(placement.memory, rank, placement.size)
+    worker = Worker(rank, placement.size, options, barrier, peers)
     gc.collect()
     connection.send(ready)  # from now on nothing here disturbs other peers
     for batch in commands(connection):
@@ -446,36 +384,36 @@ def serve(
     barrier.close()
 
 
-def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
+def _peers(options: Options) -> tuple[dict[str, Bind], Ready]:
     """Returns the peers that can do at least one operation, and what is to be said of all."""
-    op = getattr(collectives.ReduceOp, workload.redop.upper())
-    dtype = getattr(torch, workload.dtype)
+    op = getattr(collectives.ReduceOp, options.redop.upper())
+    dtype, device = getattr(torch, options.dtype), options.device
     peers: dict[str, Bind] = {}
     refused: dict[tuple[str, str], str] = {}
     versions: dict[str, str] = {}
-    for name in workload.backends:
-        if name.startswith(torch_peer.PREFIX):
-            peer = torch_peer.open_peer(name, workload.redop)
-            ask = partial(torch_peer.why_not, peer, dtype=dtype, device=workload.device)
-            if name == torch_peer.NCCL:
-                versions[name] = torch_peer.nccl_version()
+    for name in options.backends or ():
+        if name.startswith(TORCH):
+            peer = open_torch(name, options.redop)
+            ask = partial(why_torch_refuses, peer, dtype=dtype, device=device)
+            if name == TORCH_NCCL:
+                versions[name] = nccl_version()
         else:
             backend, algorithm = split_name(name)
             group = collectives.new_group(backend=backend)
             peer = group_peer(group, op, algorithm)
-            ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
+            ask = partial(why_not, group, dtype=dtype, op=op, device=device, algorithm=algorithm)
             if backend in {"nccl", "mpi"}:
                 versions[name] = providers.describe() if backend == "nccl" else mpi_version()
-        reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
+        reasons = {word: ask(OPERATIONS[word]) for word in options.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():
             peers[name] = peer
-    if workload.limit:
+    if options.limit:
         try:
-            torch.zeros(1, dtype=dtype, device=workload.device).add_(0)
+            torch.zeros(1, dtype=dtype, device=device).add_(0)
         except RuntimeError:
             reason = f"tensor.add_(0) is not defined for {dtype}"
-            refused |= {(LIMIT, word): reason for word in workload.operations}
+            refused |= {(LIMIT, word): reason for word in options.operations}
         else:
             peers[LIMIT] = add_zero
     return peers, Ready(refused, versions)

@@ -5,44 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import inspect
+import re
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from collectives.bench.core.page import write_page
+from collectives.bench.core.charts import write_page
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.text import header_lines, parse_sizes, report_lines
 from collectives.cli import CommandError
-from collectives.cli.mpi_job import usual_ranks
 from collectives.cli.output_files import output_file
-
-__all__ = [
-    "add_files",
-    "add_iterations",
-    "add_machines",
-    "add_page",
-    "add_rank_options",
-    "add_ranks",
-    "add_turns",
-    "at_least",
-    "check_plot",
-    "check_turns",
-    "conclude",
-    "failing_as_command",
-    "options_from",
-    "parse_counts",
-    "parse_names",
-    "parse_sizes_argument",
-    "show_progress",
-    "telling_how_long",
-    "write_files",
-    "write_html",
-]
 
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -102,112 +80,47 @@ def parse_sizes_argument(text: str) -> tuple[int, ...]:
 # ---- arguments -----------------------------------------------------------------------------------------
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--nproc`` for one number of ranks."""
-    parser.add_argument(
-        "--nproc",
-        type=at_least(1),
-        default=usual_ranks(),
-        metavar="N",
-        help="number of ranks (default: 2, or what mpirun started)",
-    )
+def option(default: Any, /, *flags: str, **words: Any) -> Any:
+    """Returns a field of a program's options that its command line has, too.
+
+    Args:
+        default: of the field, and of the command line unless the words name another.
+        flags: on the command line.
+        words: further arguments of ``add_argument``.
+    """
+    return dataclasses.field(default=default, metadata={"flags": flags, "default": default, **words})
 
 
-def add_iterations(parser: argparse.ArgumentParser, what: str, warmup: int | None, otherwise: str) -> None:
-    """Adds ``--iters`` and ``--warmup``.
+def add_options(
+    parser: argparse.ArgumentParser, kind: type[Any], only: Sequence[str] = (), **defaults: str
+) -> None:
+    """Adds the fields of a dataclass that are made by :func:`option`; their help is what its docstring says.
 
     Args:
         parser: the program's.
-        what: what is timed, in words.
-        warmup: how many of them come before; ``None`` where the budget decides.
-        otherwise: that number in words.
+        kind: the dataclass.
+        only: names of the fields; empty for all.
+        defaults: what the help says that some are by default, in words.
     """
-    parser.add_argument(
-        "--iters",
-        type=at_least(1),
-        metavar="N",
-        help=f"{what} (default: 5 to 200, as the budget allows)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=at_least(2),
-        default=warmup,
-        metavar="N",
-        help=f"how many come before, not timed (default: {otherwise})",
-    )
+    said = _attributes_of(kind)
+    for field in dataclasses.fields(kind):
+        if field.metadata and (not only or field.name in only):
+            words = dict(field.metadata)
+            default = defaults.get(field.name) or words["default"]
+            shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+            about = said[field.name].rstrip(".") + (f" (default: {shown})" if shown else "")
+            flags = words.pop("flags")
+            parser.add_argument(*flags, dest=field.name, help=about.replace("%", "%%"), **words)
 
 
-def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--import`` and ``--bind``, which hold for all ranks."""
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        type=parse_names,
-        default=(),
-        metavar="MODULE,...",
-        help="modules that register further backends",
-    )
-    parser.add_argument(
-        "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
-    )
-
-
-def add_machines(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--machines`` and ``--link``."""
-    parser.add_argument(
-        "--machines",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
-        "administrator (default: none)",
-    )
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
-    )
-
-
-def add_turns(parser: argparse.ArgumentParser, what: str, *, rounds: int, seconds: float) -> None:
-    """Adds ``--rounds`` and ``--seconds``.
-
-    Args:
-        parser: the program's.
-        what: what takes turns, in a word.
-        rounds: turns of each, where the user says nothing.
-        seconds: least duration of a turn, likewise.
-    """
-    parser.add_argument(
-        "--rounds",
-        type=at_least(1),
-        default=rounds,
-        metavar="N",
-        help=f"turns of each {what} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=seconds,
-        metavar="S",
-        help="least time of a turn (default: %(default)s)",
-    )
-
-
-def check_turns(rounds: int, seconds: float) -> None:
-    """Checks what :func:`add_turns` adds.
-
-    Args:
-        rounds: turns of each.
-        seconds: least duration of a turn.
-
-    Raises:
-        ValueError: a number is too small, or a turn takes an hour or more.
-    """
-    if rounds < 1:
-        raise ValueError(f"rounds must be 1 or more, but is {rounds}")
-    if not 0 < seconds < 3600:
-        raise ValueError(f"seconds must be more than 0 and less than 3600, but is {seconds}")
+def _attributes_of(kind: type[Any]) -> dict[str, str]:
+    """Returns what the docstrings of a class and its bases say of each attribute, in a line."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for name, text in re.findall(r"^    (\w+): (.+(?:\n        .+)*)", section, re.MULTILINE):
+            found[name] = " ".join(text.replace("``", "").split())
+    return found
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
@@ -233,33 +146,18 @@ def _page_path(text: str) -> Path:
     return output_file(text)
 
 
-def options_from(kind: type[_T], arguments: argparse.Namespace, **renamed: str) -> _T:
+def options_from(kind: type[_T], arguments: argparse.Namespace) -> _T:
     """Returns a program's options from its arguments.
-
-    Args:
-        kind: a dataclass.
-        arguments: the arguments.
-        renamed: names of those that have another name than the field.
 
     Raises:
         CommandError: they do not fit together.
     """
     names = (field.name for field in dataclasses.fields(cast("Any", kind)))
     with failing_as_command(ValueError):
-        return kind(**{name: getattr(arguments, renamed.get(name, name)) for name in names})
+        return kind(**{name: getattr(arguments, name) for name in names})
 
 
 # ---- running -------------------------------------------------------------------------------------------
-
-
-def check_plot(path: Path | None) -> None:
-    """Checks, before anything is measured, that a plot can be drawn where one is asked for.
-
-    Raises:
-        CommandError: matplotlib is missing.
-    """
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,16 +24,6 @@ from collectives.bench.core.machine import memory_available_bytes
 from collectives.ranks.cuda_devices import shared_gpu_environment, take_cuda_device
 from collectives.registry.backends import BackendSpec
 
-__all__ = [
-    "DEVICES",
-    "CpuDevice",
-    "CudaDevice",
-    "Device",
-    "check_device",
-    "numbers_of_ranks",
-    "why_not_on",
-]
-
 CONTEXT_BYTES = 1 << 30
 """GPU memory that a rank needs besides its tensors: the context of CUDA, and the buffers of two peers."""
 
@@ -46,108 +35,52 @@ def numbers_of_ranks(gpus: int) -> Sequence[int]:
     return sorted({ranks for ranks in (2, 3, gpus) if 2 <= ranks <= gpus}) or [2]
 
 
-class Device(ABC):
-    """A kind of device, as far as a measurement needs to know it."""
-
-    kind: ClassVar[str]
-    """Type of the device, and where a rank's tensors are made."""
-    runs_behind: ClassVar[bool]
-    """Whether a call may return before the device is done with it."""
-
-    @abstractmethod
-    def why_unavailable(self) -> str | None:
-        """Returns why there is none here, ``None`` where there is."""
-
-    @abstractmethod
-    def take(self, rank: int, ranks: int) -> None:
-        """Gives this process the device of a rank; before its groups are made.
-
-        Args:
-            rank: the rank that this process is.
-            ranks: number of ranks.
-        """
-
-    @abstractmethod
-    def memory_per_rank_bytes(self, ranks: int) -> int:
-        """Returns the memory that the tensors of each of so many ranks may take."""
-
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Returns the memory that this process has now where a rank's tensors are."""
-
-    @abstractmethod
-    def most_held_bytes(self) -> int:
-        """Returns the most that :meth:`held_bytes` has ever been."""
-
-    @abstractmethod
-    def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """Returns what the report's environment says of the devices, as plain values.
-
-        Args:
-            ranks: numbers of ranks of the runs.
-        """
-
-    @abstractmethod
-    def starting(self, barrier: Callable[[], None]) -> Callable[[], None]:
-        """Returns the barrier that ranks leave with nothing under way on their devices."""
-
-    @abstractmethod
-    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call with the wait until the device is done with it and all that came before."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Returns a point in time: when the device has done what this thread has issued to it so far."""
-
-    @abstractmethod
-    def between_ns(self, first: Any, last: Any) -> int:
-        """Returns the nanoseconds between two marks; blocks until the device has reached the later one."""
-
-
-class CpuDevice(Device):
-    """The CPU."""
+class Device:
+    """The CPU, and what a measurement needs to know of a kind of device."""
 
     kind: ClassVar[str] = "cpu"
+    """Type of the device, and where a rank's tensors are made."""
     runs_behind: ClassVar[bool] = False
+    """Whether a call may return before the device is done with it."""
 
     def why_unavailable(self) -> str | None:
-        """Returns ``None``."""
+        """Returns why there is none here, ``None`` where there is."""
         return None
 
     def take(self, rank: int, ranks: int) -> None:
-        """Does nothing."""
+        """Gives this process the device of one of so many ranks; before its groups are made."""
 
     def memory_per_rank_bytes(self, ranks: int) -> int:
-        """Returns a share of what the kernel thinks can be had without swapping."""
+        """Returns the memory that the tensors of each of so many ranks may take, without swapping."""
         return memory_available_bytes() // ranks
 
     def held_bytes(self) -> int:
-        """Returns what is resident."""
+        """Returns the memory that this process has now where a rank's tensors are."""
         return _status_bytes("VmRSS")
 
     def most_held_bytes(self) -> int:
-        """Returns what was resident at most."""
+        """Returns the most that :meth:`held_bytes` has ever been."""
         return _status_bytes("VmHWM")
 
     def describe(self, ranks: Sequence[int]) -> dict[str, Any]:  # noqa: ARG002
-        """Returns nothing: the machine's description has it."""
+        """Returns what the machine's description leaves out of the devices of runs of so many ranks."""
         return {}
 
     def starting(self, barrier: Callable[[], None]) -> Callable[[], None]:
-        """Returns the barrier itself, so that no call takes longer than it must."""
+        """Returns the barrier that ranks leave with nothing under way on their devices."""
         return barrier
 
     def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call itself."""
+        """Returns the call with the wait until the device is done with it and all that came before."""
         return call
 
-    def mark(self) -> int:
-        """Returns the time now."""
+    def mark(self) -> Any:
+        """Returns a point in time: when the device has done what this thread has issued to it so far."""
         return time.perf_counter_ns()
 
-    def between_ns(self, first: int, last: int) -> int:
-        """Returns the difference."""
-        return last - first
+    def between_ns(self, first: Any, last: Any) -> int:
+        """Returns the nanoseconds between two marks; blocks until the device has reached the later one."""
+        return int(last - first)
 
 
 class CudaDevice(Device):
@@ -265,5 +198,5 @@ def why_not_on(kind: str, spec: BackendSpec) -> str | None:
     return f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
 
 
-DEVICES: Final[Mapping[str, Device]] = {device.kind: device for device in (CpuDevice(), CudaDevice())}
+DEVICES: Final[Mapping[str, Device]] = {device.kind: device for device in (Device(), CudaDevice())}
 """The devices by name."""

@@ -12,17 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "bind_to_core",
-    "cores_of_ranks",
-    "describe_machine",
-    "memory_available_bytes",
-    "mpi_file",
-    "mpi_version",
-    "usable_cores",
-    "version_of",
-]
-
 
 def usable_cores() -> int:
     """Returns the number of processors that this process may run on."""
@@ -64,21 +53,20 @@ def version_of(distribution: str) -> str | None:
 
 
 def mpi_version() -> str:
-    """Returns the versions of mpi4py and of the MPI that it uses: ``"mpi4py 4.1.2, Open MPI 5.0.11"``."""
+    """Returns the versions of mpi4py and of the MPI that it uses, and where that is.
+
+    Such as ``"mpi4py 4.1.2, Open MPI 5.0.11, /opt/lib/libmpi.so.40"``, whatever wheel or system it is of.
+    """
     import mpi4py
     from mpi4py import MPI
 
     said = " ".join(MPI.Get_library_version().split(",", maxsplit=1)[0].replace("\0", "").split())
     mpich = re.match(r"MPICH Version: (\S+)", said)
     library = f"MPICH {mpich[1]}" if mpich else re.sub(r" v(?=\d)", " ", said)[:60]
-    return f"mpi4py {mpi4py.__version__}, {library}"
-
-
-def mpi_file() -> str:
-    """Returns the file of the MPI library that this process has loaded, whatever wheel or system it is of."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     files = [line.split(maxsplit=5)[5] for line in maps if "/libmpi" in line]
-    return next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), "")
+    file = next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), None)
+    return ", ".join(filter(None, [f"mpi4py {mpi4py.__version__}", library, file]))
 
 
 def _congestion_control() -> str:

@@ -15,18 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-
-__all__ = [
-    "INTERFACE",
-    "Machines",
-    "NamespacesUnavailableError",
-    "burst_bytes",
-    "bytes_a_second",
-    "check_machines",
-    "enter",
-    "enter_as_rank",
-]
 
 INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
@@ -63,23 +51,13 @@ class Machines:
     Args:
         count: number of machines.
         rate: what each can send, in the units of ``tc`` such as ``"1gbit"``; ``None`` does not limit it.
-        window_bytes: limit of the memory of a TCP connection in either direction; ``None`` leaves the
-            system's.
-        delay_ms: how long each packet takes to the switch.
 
     Raises:
         NamespacesUnavailableError: the kernel forbids it, or a program is missing.
         ValueError: the count is not between 1 and 250, or the rate is none.
     """
 
-    def __init__(
-        self,
-        count: int,
-        rate: str | None = None,
-        *,
-        window_bytes: int | None = None,
-        delay_ms: float = 0.0,
-    ) -> None:
+    def __init__(self, count: int, rate: str | None = None) -> None:
         if not 1 <= count <= 250:
             raise ValueError(f"there can be 1 to 250 machines, but count is {count}")
         burst = None if rate is None else burst_bytes(rate)
@@ -89,7 +67,7 @@ class Machines:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._machines: list[_Machine] = []
         try:
-            self._build(count, rate, burst, window_bytes, delay_ms)
+            self._build(count, rate, burst)
         except BaseException:
             self.close()
             raise
@@ -97,9 +75,7 @@ class Machines:
     def __enter__(self) -> Machines:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -167,9 +143,7 @@ class Machines:
         self._holders.clear()
         self._machines.clear()
 
-    def _build(
-        self, count: int, rate: str | None, burst: int | None, window_bytes: int | None, delay_ms: float
-    ) -> None:
+    def _build(self, count: int, rate: str | None, burst: int | None) -> None:
         switch = self._hold()
         inside = ["link add name switch type bridge", "link set switch up", "link set lo up"]
         network, ours = self._plug_in(switch)
@@ -185,32 +159,16 @@ class Machines:
             inside += [f"link set {port} master switch", f"link set {port} up"]
         _batch(switch, "ip", inside)
         for machine in self._machines:
-            _batch(
-                machine.holder,
-                "ip",
-                [
-                    "link set lo up",
-                    f"addr add {machine.address}/24 dev {INTERFACE}",
-                    f"link set {INTERFACE} up",
-                ],
-            )
-            shape = []
+            address = f"addr add {machine.address}/24 dev {INTERFACE}"
+            _batch(machine.holder, "ip", ["link set lo up", address, f"link set {INTERFACE} up"])
             if burst is not None:
                 # A packet longer than the burst, headers of its parts included, is cut into parts of the
                 # network's length. So many of them cost a machine that plays four links all its processors.
                 longest = min(burst // 2, _MOST_PACKET_BYTES)
                 _batch(machine.holder, "ip", [f"link set {INTERFACE} gso_max_size {longest}"])
-                shape.append(
-                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst {burst}b latency 100ms"
-                )
-            if delay_ms:
-                parent = "root" if rate is None else "parent 1:1"
-                shape.append(f"qdisc add dev {INTERFACE} {parent} netem delay {delay_ms}ms limit 100000")
-            if shape:
-                _batch(machine.holder, "tc", shape)
-            if window_bytes is not None:
-                self._limit_windows(machine, window_bytes)
-        if rate is not None or delay_ms:
+                shape = f"root handle 1: tbf rate {rate} burst {burst}b latency 100ms"
+                _batch(machine.holder, "tc", [f"qdisc add dev {INTERFACE} {shape}"])
+        if rate is not None:
             self._keep_order(switch)
 
     def _hold(self) -> subprocess.Popen[bytes]:
@@ -261,21 +219,6 @@ class Machines:
             lines.append(f"test ! -e {file} || echo {mask} > {file}")
         inside = ["unshare", "--mount", "sh", "-ec", "\n".join(lines)]
         _run(["nsenter", f"--net=/proc/{switch.pid}/ns/net", *inside])
-
-    @staticmethod
-    def _limit_windows(machine: _Machine, window_bytes: int) -> None:
-        # These files show the namespace of the process that opens them.
-        for name in ("tcp_rmem", "tcp_wmem"):
-            words = f"4096 {window_bytes} {window_bytes}"
-            _run(
-                [
-                    "nsenter",
-                    f"--net={machine.namespace}",
-                    "sh",
-                    "-c",
-                    f"echo {words} > /proc/sys/net/ipv4/{name}",
-                ]
-            )
 
     def _count(self, machine: int, direction: str) -> int:
         lines = _run(self.command(machine, ["ip", "-statistics", "link", "show", INTERFACE])).splitlines()
@@ -332,18 +275,6 @@ def check_machines(ranks: int, machines: int, link: str | None) -> None:
         raise ValueError("a link joins machines; ask for 2 or more of them (--machines)")
     if link is not None:
         bytes_a_second(link)
-
-
-def enter_as_rank(namespaces: Sequence[str], rank: int) -> None:
-    """Moves a rank to its machine, where there are machines, before it makes a group.
-
-    Args:
-        namespaces: from :meth:`Machines.namespaces_of`; empty where there are none.
-        rank: the rank that this process is.
-    """
-    if namespaces:
-        enter(namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
 
 
 def enter(namespace: str) -> None:

@@ -39,7 +39,7 @@ class Curve:
         values: as many.
         low: lower ends of their spread; empty where there is none.
         high: upper ends, likewise.
-        look: a line, which is bars where it is at names; a wide one, pale below others; points alone; or a
+        look: a line, which is bars where it is at names; points alone; or a
             box for all values at a name, with their mean where the curve has a name.
         color: its number among the colours; ``None`` for the curve's place in the chart.
     """
@@ -49,7 +49,7 @@ class Curve:
     values: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    look: Literal["line", "dashed", "dotted", "wide", "points", "boxes"] = "line"
+    look: Literal["line", "dashed", "dotted", "points", "boxes"] = "line"
     color: int | None = None
 
 
@@ -173,11 +173,13 @@ class Table:
         heading: what it shows.
         columns: its columns.
         rows: a cell for each column.
+        notes: lines below it.
     """
 
     heading: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 _R = TypeVar("_R")
@@ -224,13 +226,13 @@ class BaseReport(ABC, Generic[_R]):
         """Returns what a page shows as curves or bars; none where the table says it all."""
         return ()
 
-    @abstractmethod
     def record_as_json(self, record: _R) -> dict[str, Any]:
         """Returns a record as plain values.
 
         Args:
-            record: one of :attr:`records`.
+            record: one of :attr:`records`, a dataclass.
         """
+        return asdict(record)  # type: ignore[call-overload, no-any-return]
 
 
 def write_json(path: Path, plain: Mapping[str, Any], *, indent: int | None = 2) -> None:

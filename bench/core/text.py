@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from collectives.bench.core.records import BaseReport, Column, Skipped, Table
 
-__all__ = [
-    "MACHINE",
-    "format_bytes",
-    "header_lines",
-    "lines_of",
-    "machine_facts",
-    "network_of",
-    "number_of_ranks",
-    "option_facts",
-    "or_dash",
-    "parse_bytes",
-    "parse_sizes",
-    "report_lines",
-    "skipped_facts",
-    "skipped_lines",
-    "table_lines",
-]
-
 
 def table_lines(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yields the headings of a table, each line behind a ``#``, then its rows."""
+    if any(column.group for column in columns):
+        line = ""
+        for group, members in groupby(columns, lambda column: column.group):
+            width = sum(abs(column.width) for column in members)
+            line += f"  {f' {group} '.center(width - 2, '-')}" if group else " " * width
+        yield f"#{line}".rstrip()
     names, units = [column.name for column in columns], [column.unit for column in columns]
     for mark, cells in (("#", names), *([("#", units)] if any(units) else []), *((" ", row) for row in rows)):
         padded = (
@@ -39,11 +28,12 @@ def table_lines(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Ite
 
 
 def lines_of(tables: Iterable[Table]) -> Iterator[str]:
-    """Yields tables with their headings, each behind an empty line."""
+    """Yields tables with their headings and notes, each behind an empty line."""
     for table in tables:
         yield ""
         yield f"# {table.heading}"
         yield from table_lines(table.columns, table.rows)
+        yield from (f"# {note}" for note in table.notes)
 
 
 def report_lines(report: BaseReport[Any]) -> Iterator[str]:

@@ -33,30 +33,37 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from collectives.bench.comparison.torch_peer import PREFIX
-from collectives.bench.comparison.torch_peer import why_unavailable as why_no_torch_backend
+from collectives.bench.comparison.peers import TORCH, why_no_torch
 from collectives.bench.core.arguments import (
-    add_machines,
+    add_options,
     add_page,
     at_least,
     failing_as_command,
     parse_counts,
     parse_names,
+    telling_how_long,
     write_html,
 )
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import split_lanes
 from collectives.bench.core.machine import describe_machine, usable_cores
-from collectives.bench.core.namespaces import NamespacesUnavailableError, check_machines
-from collectives.bench.core.records import Skipped
-from collectives.bench.core.text import skipped_lines
-from collectives.bench.paper.convergence import load_images
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, check_machines
+from collectives.bench.core.ranks import PlacementOptions, why_no_group
+from collectives.bench.core.records import SCHEMA, Skipped, write_json
+from collectives.bench.core.text import header_lines, lines_of, number_of_ranks, skipped_lines
+from collectives.bench.models import MODELS, install_command, why_unavailable
+from collectives.bench.paper.cells import Cell, Measured, load_images
 from collectives.bench.paper.figures import (
+    BUCKETS_MB,
     CPU_LENGTHS,
     FIGURES,
     INTERVALS,
@@ -64,18 +71,26 @@ from collectives.bench.paper.figures import (
     QUICK_LOSS_ITERATIONS,
     Request,
 )
-from collectives.bench.paper.report.kept import KeptFigure
-from collectives.bench.paper.report.records import FiguresReport
-from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_report, run_table
-from collectives.bench.paper.team import LaunchedTeam, launched_ranks
-from collectives.bench.training.models import MODELS, install_command, why_unavailable
+from collectives.bench.paper.report import report_lines
+from collectives.bench.paper.team import LaunchedTeam, Team, launched_ranks, local_team
+from collectives.bench.paper.views import (
+    SAME,
+    FiguresReport,
+    Report,
+    best_bucket_mb,
+    draw,
+    figure_charts,
+    read_folder,
+    read_records,
+    systems_json,
+    systems_table,
+)
 from collectives.cli import CommandError, mpi_job
 from collectives.cli.output_files import output_file, output_folder
 from collectives.ranks.processes import RankFailedError
-from collectives.registry.backends import backend_spec
-from collectives.registry.backends import why_unavailable as why_no_backend
 
-__all__ = ["EVERY_RANK", "add_arguments", "run"]
+TABLE = "table1"
+REPORT = "report"
 
 EVERY_RANK = True
 """Every process of a launcher carries the command out."""
@@ -102,7 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
     parser.add_argument("figure", choices=[*FIGURES, TABLE, "all", REPORT], help="what to measure; see above")
     parser.add_argument("--quick", action="store_true", help="a small model, few sizes, a small budget")
-    parser.add_argument("--device", choices=tuple(DEVICES), default="cpu", help="default: %(default)s")
     parser.add_argument(
         "--backends",
         type=parse_names,
@@ -150,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="mnist.npz or the like for fig11: x_train and y_train (default: scikit-learn's digits)",
     )
-    add_machines(parser)
+    add_options(parser, PlacementOptions, ("device", "machines", "link"))
     parser.add_argument(
         "--json", type=Path, metavar="DIR", help="keep samples in DIR, and go on with those there"
     )
@@ -205,7 +219,7 @@ def run(arguments: argparse.Namespace) -> int:
         status = 0
         if job is not None and len(names) > 1 and len(job.request.ranks) == 1:
             names.remove("fig8")
-        figures: dict[str, KeptFigure] = {}
+        figures: dict[str, Report] = {}
         for number, name in enumerate(names, start=1):
             if name == TABLE:
                 run_table(arguments.json)
@@ -219,12 +233,12 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _page(figures: Mapping[str, KeptFigure], job: Job | None, *, with_systems: bool) -> FiguresReport:
+def _page(figures: Mapping[str, Report], job: Job | None, *, with_systems: bool) -> FiguresReport:
     environment = next((figure.environment for figure in figures.values()), None)
     return FiguresReport(
         "collectives bench paper",
         environment or describe_machine(),
-        {name: figure.command(name) for name, figure in figures.items()},
+        {name: figure.command() for name, figure in figures.items()},
         skipped=job.skipped if job is not None else [],
         figures=figures,
         with_systems=with_systems,
@@ -328,14 +342,10 @@ def _main_ranks(ranks: Sequence[int], launched: int | None) -> int:
 def _backends(arguments: argparse.Namespace, launched: int | None, skipped: list[Skipped]) -> tuple[str, ...]:
     usable = []
     for name in dict.fromkeys(arguments.backends or BACKENDS[arguments.device]):
-        install = ""
-        if name.startswith(PREFIX):
-            reason = why_no_torch_backend(name, arguments.device)
+        if name.startswith(TORCH):
+            reason, install = why_no_torch(name, arguments.device), ""
         else:
-            backend = split_lanes(name)[0]
-            reason, install = why_no_backend(backend), backend_spec(backend).install
-            if reason is None and arguments.device not in backend_spec(backend).devices:
-                reason = f"serves no tensors on {arguments.device}"
+            reason, install = why_no_group(name, arguments.device)
             if reason is None and "mpi" in name.split(":"):
                 if launched is not None and mpi_job.current() is None:
                     reason = "only mpirun can start its ranks"
@@ -355,3 +365,206 @@ def _has_model(name: str, skipped: list[Skipped]) -> bool:
     if reason is not None:
         skipped.append(Skipped(name, reason, f"{EXTRA}, or {install_command(MODELS[name].package)}"))
     return reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be done, as far as it is the same for all figures.
+
+    Attributes:
+        request: what the user asks for.
+        skipped: what cannot be measured here.
+        budget_s: seconds for each figure.
+        machines: number of network namespaces.
+        link: what each can send.
+        json_folder: where samples are kept; ``None`` for nowhere.
+        plot_folder: where images are left; ``None`` for nowhere.
+    """
+
+    request: Request
+    skipped: list[Skipped]
+    budget_s: float
+    machines: int
+    link: str | None
+    json_folder: Path | None
+    plot_folder: Path | None
+
+
+def run_figure(name: str, job: Job, team: Team | None) -> Report:
+    """Measures what is missing of a figure, prints and draws it; called by the leader.
+
+    Args:
+        name: of the figure.
+        job: what is to be done.
+        team: the ranks of a launcher; ``None`` to start some.
+
+    Returns:
+        The figure.
+
+    Raises:
+        CommandError: what was kept of it does not fit, or a package is missing.
+        RankFailedError: a rank failed.
+        NamespacesUnavailableError: there can be no network namespaces here.
+    """
+    request = job.request
+    if name in {"fig7", "fig8"}:
+        request = replace(request, optima_mb=_optima(job))
+    cells = FIGURES[name].cells(request)
+    report = Report(
+        f"paper {name}",
+        {**describe_machine(), **DEVICES[request.device].describe(request.ranks)},
+        _options(job),
+        skipped=job.skipped,
+    )
+    file = None if job.json_folder is None else job.json_folder / f"{name}.json"
+    if file is not None:
+        report.records += _kept(file, report)
+    _measure(name, cells, report, job, team, file)
+    wanted = [cell.as_json() for cell in cells]
+    report.records = sorted(
+        (record for record in report.records if record.cell in wanted),
+        key=lambda record: wanted.index(dict(record.cell)),
+    )
+    tables = lines_of(report.tables())
+    print("\n".join([*header_lines(report), *tables, *skipped_lines(report.skipped)]))
+    if job.plot_folder is not None and report.records:
+        charts = figure_charts(name, report.records)
+        draw(name, charts, report.environment, report.options, job.plot_folder / f"{name}.png")
+    if report.wrong:
+        print(f"# {report.wrong} elements of results were WRONG")
+    return report
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Returns what the command line asked for, by the names of its options; ``None`` where it did not."""
+    request = job.request
+    named = request.ready_model == request.models[0]  # else figure 2 would look at another one than it did
+    return {
+        "device": request.device,
+        "backends": request.backends,
+        "models": request.models if named else None,
+        "nproc": request.ranks,
+        "batch": request.batch,
+        "lengths": [f"{model}={length}" for model, length in request.lengths.items()],
+        "budget": job.budget_s,
+        "iterations": request.loss_iterations,
+        "images": Path(request.images).name or None,
+        "machines": job.machines,
+        "link": job.link,
+        "quick": request.quick,
+    }
+
+
+def _measure(
+    name: str, cells: Sequence[Cell], report: Report, job: Job, team: Team | None, file: Path | None
+) -> None:
+    """Measures the cells that are not in the report yet, and keeps each as soon as it is there."""
+    kept = [record.cell for record in report.records]
+    missing = [cell for cell in cells if cell.as_json() not in kept]
+    if not missing:
+        return
+    with ExitStack() as stack:
+        if team is None:
+            size = max(cell.ranks for cell in missing)
+            groups = list(dict.fromkeys(group for cell in missing for group in cell.groups))
+            needed = ["mpi" if "mpi" in group.split(":") else group for group in groups]
+            with _under_way(f"{name}: starting ranks"):
+                size = -(-size // job.machines) * job.machines
+                machines = None
+                if job.machines > 1:
+                    machines = stack.enter_context(Machines(job.machines, job.link))
+                team = stack.enter_context(local_team(size, needed, cells[0].device, machines))
+        end = time.monotonic() + job.budget_s
+        for number, cell in enumerate(missing):
+            left_s = max(0.0, end - time.monotonic())
+            at = len(cells) - len(missing) + number + 1
+            share_s = left_s / (len(missing) - number)
+            with _under_way(f"{name}: {at} of {len(cells)}: {cell.panel}, {number_of_ranks(cell.ranks)}"):
+                samples = cell.combine(team.ask((cell, share_s))[: cell.ranks])
+            report.records.append(Measured(cell.as_json(), samples))
+            if file is not None:
+                _keep(file, report)
+
+
+def _under_way(what: str) -> AbstractContextManager[None]:
+    """Says what is done on stderr; returns a context that tells from time to time for how long."""
+    print(f"# {what}", file=sys.stderr, flush=True)
+    return telling_how_long(what)
+
+
+# ---- what is kept --------------------------------------------------------------------------------------
+
+
+def _kept(file: Path, report: Report) -> list[Measured]:
+    """Returns the cells in a file.
+
+    Raises:
+        CommandError: they were measured elsewhere, or in another way, or the file cannot be read.
+    """
+    if not file.exists():
+        return []
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        if plain["schema"] != SCHEMA or plain["program"] != report.program:
+            raise ValueError(f"{file} is of {plain['program']}, schema {plain['schema']}")
+        for what, mine, theirs in [
+            *((key, report.environment.get(key), plain["environment"].get(key)) for key in SAME),
+            *((key, report.options[key], plain["options"].get(key)) for key in ("machines", "link", "quick")),
+        ]:
+            if mine != theirs:
+                raise ValueError(
+                    f"{file} was measured with {what} {theirs}, but here it is {mine}; name another --json"
+                )
+        return read_records(plain)
+
+
+def _keep(file: Path, report: Report) -> None:
+    """Writes the report in place of the file, which is whole at any time."""
+    fresh = file.with_name(f".{file.name}.new")
+    write_json(fresh, report.as_json(), indent=None)
+    fresh.replace(file)
+
+
+def _optima(job: Job) -> dict[str, float]:
+    """Returns the bucket sizes that figure 2 shows to be enough, where it was measured and they are new."""
+    file = None if job.json_folder is None else job.json_folder / "fig2.json"
+    if file is None or not file.exists():
+        return {}
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        records = read_records(plain)
+        return {
+            backend: best
+            for backend, best in best_bucket_mb(records).items()
+            if all(abs(best - size) > 0.1 * size for size in BUCKETS_MB)
+        }
+
+
+def run_report(folder: Path, page: Path | None) -> dict[str, Report]:
+    """Prints the report on all figures that a folder keeps, or writes it to a file.
+
+    Args:
+        folder: keeps the figures.
+        page: the file; what it held is lost.
+
+    Returns:
+        The figures, by name.
+
+    Raises:
+        CommandError: there is none, one cannot be read, or they were measured on different machines.
+    """
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        kept = read_folder(folder)
+        text = "\n".join(report_lines(kept))
+        if page is None:
+            print(text)
+        else:
+            page.write_text(text + "\n", encoding="utf-8")
+    return kept
+
+
+def run_table(folder: Path | None) -> None:
+    """Prints table 1, and keeps it in a folder where one is named."""
+    print("\n".join(lines_of([systems_table()])).strip())
+    if folder is not None:
+        write_json(folder / f"{TABLE}.json", {"schema": SCHEMA, "program": TABLE, "systems": systems_json()})

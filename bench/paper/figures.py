@@ -5,24 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from collectives.bench.comparison.torch_peer import PREFIX
-from collectives.bench.paper.bucketing import AllReduceSweep, ReadyGradients
-from collectives.bench.paper.cells import Cell
-from collectives.bench.paper.convergence import Losses
-from collectives.bench.paper.iterations import Iterations, Series
-from collectives.bench.training.models import MODELS
-
-__all__ = [
-    "BUCKETS_MB",
-    "CPU_LENGTHS",
-    "FIGURES",
-    "INTERVALS",
-    "LANES",
-    "LOSS_ITERATIONS",
-    "QUICK_LOSS_ITERATIONS",
-    "Figure",
-    "Request",
-]
+from collectives.bench.comparison.peers import TORCH
+from collectives.bench.models import MODELS
+from collectives.bench.paper.cells import AllReduceSweep, Cell, Iterations, Losses, ReadyGradients, Series
 
 COUNTS = (
     10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000,
@@ -83,7 +68,7 @@ class Request:
     @property
     def own_backends(self) -> tuple[str, ...]:
         """Those of this package."""
-        return tuple(name for name in self.backends if not name.startswith(PREFIX))
+        return tuple(name for name in self.backends if not name.startswith(TORCH))
 
     def shape(self, model: str) -> tuple[int, int]:
         """Returns the batch and the length of a model's samples."""
@@ -200,15 +185,18 @@ def _fig12(request: Request) -> list[Cell]:
 
 
 def _wrapper(name: str) -> str:
-    return "torch" if name.startswith(PREFIX) else "ours"
+    return "torch" if name.startswith(TORCH) else "ours"
 
 
 FIGURES: Mapping[str, Figure] = {
     "fig2": Figure("communication and computation", _fig2),
     "fig6": Figure("latency breakdown of an iteration", _fig6),
-    "fig7": Figure("latency by bucket size", lambda request: _buckets(request, request.ranks[0])),
+    "fig7": Figure(
+        "latency of an iteration by bucket size", lambda request: _buckets(request, request.ranks[0])
+    ),
     "fig8": Figure(
-        "latency by bucket size, more ranks", lambda request: _buckets(request, request.ranks[-1])
+        "latency of an iteration by bucket size, more ranks",
+        lambda request: _buckets(request, request.ranks[-1]),
     ),
     "fig9": Figure("scalability", _fig9),
     "fig10": Figure("skipped synchronisations", _fig10),

@@ -10,32 +10,25 @@ from __future__ import annotations
 import os
 import subprocess
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
 import collectives
-from collectives.bench.comparison.torch_peer import PREFIX
+from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import LOCALHOST, TIMEOUT, initialize, new_group, parent_store
-from collectives.bench.core.namespaces import Machines, enter_as_rank
+from collectives.bench.core.namespaces import Machines
+from collectives.bench.core.ranks import TIMEOUT, Placement, new_group, started
 from collectives.bench.paper.cells import Cell, Place
 from collectives.cli import CommandError, mpi_job
 from collectives.ddp.default_group import resolve_group
-from collectives.ranks.mpirun import start_ranks
-from collectives.ranks.processes import RankFailedError, RankProcesses, commands
-from collectives.secret import provided
+from collectives.ranks.processes import RankFailedError, commands
 from collectives.store import PrefixStore
-
-__all__ = ["LaunchedTeam", "LocalTeam", "Team", "launched_ranks"]
 
 LEADER_LIMIT = timedelta(hours=2)
 """How long ranks of a launcher wait for the next cell."""
@@ -43,148 +36,76 @@ LEADER_LIMIT = timedelta(hours=2)
 _SRUN_PORT = 29500
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What ranks are told.
+class Team(Protocol):
+    """Ranks that measure cells."""
 
-    Attributes:
-        cell: the cell to measure.
-        budget_s: how long it should take.
-    """
-
-    cell: Cell
-    budget_s: float
-
-
-class Team(ABC):
-    """Ranks that measure cells; a context manager."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def _ask(self, order: _Order) -> list[Any]:
-        """Returns the answers of all ranks, in their order; ``None`` of those that the cell leaves out."""
-
-    def run(self, cell: Cell, budget_s: float) -> dict[str, Any]:
-        """Has a cell measured and returns its samples; called by the leader.
+    def ask(self, command: Any) -> list[Any]:
+        """Has a cell measured within a budget; returns what :func:`_carry_out` does, by rank.
 
         Raises:
             RankFailedError: a rank failed.
         """
-        answers = self._ask(_Order(cell, budget_s))
-        return cell.combine(answers[: cell.ranks])
-
-    def close(self) -> None:
-        """Ends the ranks."""
-        self._stack.close()
 
 
-class LocalTeam(Team):
-    """Ranks that this process starts.
-
-    Args:
-        size: number of ranks.
-        backends: names of the groups that cells ask for.
-        device: type of the device.
-        machines: number of network namespaces that play machines; 1 for none.
-        link: what each of them can send; ``None`` does not limit it.
-
-    Raises:
-        RankFailedError: they could not be started.
-        NamespacesUnavailableError: there can be no network namespaces here.
-    """
-
-    def __init__(
-        self, size: int, backends: Sequence[str], device: str, machines: int = 1, link: str | None = None
-    ) -> None:
-        super().__init__()
-        try:
-            self._stack.enter_context(provided())
-            host = LOCALHOST
-            namespaces: tuple[str, ...] = ()
-            if machines > 1:
-                played = self._stack.enter_context(Machines(machines, link))
-                host, namespaces = played.host, played.namespaces_of(size)
-            store = parent_store(host)
-            self._stack.callback(store.close)
-            started = start_ranks(backends, size, _serve, (size, device, store.port, host, namespaces))
-            self._processes: RankProcesses = self._stack.enter_context(started)
-        except BaseException:
-            self.close()
-            raise
-
-    def _ask(self, order: _Order) -> list[Any]:
-        """Returns the answers of all ranks."""
-        return self._processes.ask(order)
+def local_team(
+    size: int, backends: Sequence[str], device: str, machines: Machines | None
+) -> AbstractContextManager[Team]:
+    """Returns a context with ranks that this process starts; arguments as of :func:`.started`."""
+    return started(_serve, size, backends=backends, device=device, machines=machines)
 
 
-def _serve(
-    rank: int,
-    connection: Connection,
-    size: int,
-    device: str,
-    port: int,
-    host: str,
-    namespaces: tuple[str, ...],
-) -> None:
+def _serve(rank: int, connection: Connection, placement: Placement) -> None:
     """Body of a rank: answers every order until the parent closes."""
-    torch.set_num_threads(1)
-    DEVICES[device].take(rank, size)
-    enter_as_rank(namespaces, rank)
-    initialize(rank, size, port, "host", host)
-    for order in commands(connection):
-        connection.send(_carry_out(order))
+    placement.take(rank)
+    placement.initialize(rank, "host")
+    for cell, budget_s in commands(connection):
+        connection.send(_carry_out(cell, budget_s))
     _leave()
 
 
-class LaunchedTeam(Team):
-    """This process and all others that a launcher started; made by every one of them.
+class LaunchedTeam:
+    """This process and all others that a launcher started; a context manager, made by every one of them.
 
     Args:
         device: type of the device.
 
     Attributes:
-        leads: whether this process is rank 0, which alone calls :meth:`run`; the others call :meth:`follow`.
+        leads: whether this process is rank 0, which alone calls :meth:`ask`; the others call :meth:`follow`.
     """
 
     def __init__(self, device: str) -> None:
-        super().__init__()
         _read_srun()
         local = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
         torch.set_num_threads(1)
         method = "mpi://" if mpi_job.current() is not None and "RANK" not in os.environ else "env://"
         collectives.init_process_group("host", init_method=method, timeout=LEADER_LIMIT)
-        rank, size = collectives.get_rank(), collectives.get_world_size()
-        names: list[Any] = [None] * size
+        self._rank, self._size = collectives.get_rank(), collectives.get_world_size()
+        names: list[Any] = [None] * self._size
         collectives.all_gather_object(names, os.uname().nodename)
-        beside = [other for other, name in enumerate(names) if name == names[rank]]
-        place, count = beside.index(rank), len(beside)
+        beside = [other for other, name in enumerate(names) if name == names[self._rank]]
+        place, count = beside.index(self._rank), len(beside)
         if all(text.isdecimal() for text in local.values()):
             place, count = int(local["LOCAL_RANK"]), int(local["LOCAL_WORLD_SIZE"])
         DEVICES[device].take(place, count)
-        self.leads = rank == 0
-        self._size = size
-        self._failed = False
+        self.leads = self._rank == 0
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None and collectives.is_initialized():
+    def __enter__(self) -> LaunchedTeam:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Ends the world; the leader tells the others first, unless it failed."""
+        if kind is None and self.leads:
+            collectives.broadcast_object_list([None], src=0)
+        elif kind is not None and collectives.is_initialized():
             resolve_group(None).abort()  # else the others would wait for this rank's next word
-            self._failed = True
-        super().__exit__(*error)
+        _leave()
 
-    def _ask(self, order: _Order) -> list[Any]:
+    def ask(self, command: Any) -> list[Any]:
         """Returns the answers of all ranks, this one's too."""
         with self._naming_the_rank():
-            collectives.broadcast_object_list([order], src=0)
+            collectives.broadcast_object_list([command], src=0)
             answers: list[Any] = [None] * self._size
-            collectives.gather_object(_carry_out(order), answers, dst=0)
+            collectives.gather_object(_carry_out(*command), answers, dst=0)
         return answers
 
     def follow(self) -> None:
@@ -199,25 +120,18 @@ class LaunchedTeam(Team):
                 collectives.broadcast_object_list(told, src=0)
                 if told[0] is None:
                     return
-                collectives.gather_object(_carry_out(told[0]), None, dst=0)
+                collectives.gather_object(_carry_out(*told[0]), None, dst=0)
 
     @contextmanager
     def _naming_the_rank(self) -> Iterator[None]:
         """Context that tells errors as those of this rank; those that another rank caused in a line."""
-        rank = collectives.get_rank()
         try:
             yield
         except (collectives.GroupAbortedError, collectives.PeerLostError) as error:
-            raise RankFailedError(f"rank {rank} ended with another: {error}", rank) from error
+            raise RankFailedError(f"rank {self._rank} ended with another: {error}", self._rank) from error
         except Exception as error:
-            raise RankFailedError(f"rank {rank} failed:\n\n{traceback.format_exc()}", rank) from error
-
-    def close(self) -> None:
-        """Ends the world; the leader tells the others first, unless it failed."""
-        if self.leads and not self._failed:
-            collectives.broadcast_object_list([None], src=0)
-        _leave()
-        super().close()
+            text = f"rank {self._rank} failed:\n\n{traceback.format_exc()}"
+            raise RankFailedError(text, self._rank) from error
 
 
 def launched_ranks() -> int | None:
@@ -258,27 +172,20 @@ def _read_srun() -> None:
 # ---- on every rank -------------------------------------------------------------------------------------
 
 
-def _carry_out(order: _Order) -> Any:
+def _carry_out(cell: Cell, budget_s: float) -> Any:
     """Returns what this rank measured, ``None`` where the cell leaves it out; called by all ranks."""
-    cell = order.cell
     rank, members = collectives.get_rank(), list(range(cell.ranks))
     with _groups(("host", *cell.groups), members) as (own, *groups):
         if rank not in members:
             return None
-        place = Place(
-            rank,
-            DEVICES[cell.device],
-            dict(zip(cell.groups, groups, strict=True)),
-            partial(_cross, own),
-            partial(_agree, own),
-        )
-        return cell.measure(place, order.budget_s)
+        place = Place(rank, DEVICES[cell.device], dict(zip(cell.groups, groups, strict=True)), own)
+        return cell.measure(place, budget_s)
 
 
 @contextmanager
 def _groups(names: Sequence[str], members: list[int]) -> Iterator[list[Any]]:
     """Context with groups of some ranks; called by all ranks."""
-    made = [_torch_group(name, members) if name.startswith(PREFIX) else new_group(name, members)
+    made = [_torch_group(name, members) if name.startswith(TORCH) else new_group(name, members)
             for name in names]  # fmt: skip
     try:
         yield made
@@ -289,7 +196,7 @@ def _groups(names: Sequence[str], members: list[int]) -> Iterator[list[Any]]:
         raise
     if collectives.get_rank() in members:
         for name, group in zip(names, made, strict=True):
-            (torch_dist if name.startswith(PREFIX) else collectives).destroy_process_group(group)
+            (torch_dist if name.startswith(TORCH) else collectives).destroy_process_group(group)
 
 
 def _torch_group(name: str, members: list[int]) -> Any:
@@ -302,17 +209,7 @@ def _torch_group(name: str, members: list[int]) -> Any:
             world_size=collectives.get_world_size(),
             timeout=TIMEOUT,
         )
-    return torch_dist.new_group(members, backend=name.removeprefix(PREFIX), timeout=TIMEOUT)
-
-
-def _cross(group: Any) -> None:
-    collectives.barrier(group)
-
-
-def _agree(group: Any, number: int) -> int:
-    told = torch.tensor([number])
-    collectives.broadcast(told, 0, group=group)
-    return int(told)
+    return torch_dist.new_group(members, backend=name.removeprefix(TORCH), timeout=TIMEOUT)
 
 
 def _leave() -> None:

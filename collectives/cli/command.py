@@ -41,7 +41,7 @@ PROGRAMS = {
         "train on real data over round-robin groups, then compare the backends",
     ),
     "doctor": (
-        "collectives.bench.doctor.command",
+        "collectives.bench.doctor",
         "test what this machine offers and that two ranks can communicate",
     ),
     "ps": (

@@ -7,10 +7,12 @@ import os
 
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
+from bench_reports import read_report
 
 from collectives.bench.comparison import measurement
-from collectives.bench.comparison.measurement import DTYPES, MAX_CALLS, MIN_CALLS, Options, available_backends
-from collectives.bench.comparison.records import Record, Report, read_report
+from collectives.bench.comparison.measurement import MAX_CALLS, MIN_CALLS, available_backends
+from collectives.bench.comparison.options import DTYPES, Options
+from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core import text
 from collectives.bench.core.machine import bind_to_core, cores_of_ranks
 from collectives.bench.core.records import Timing

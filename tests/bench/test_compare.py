@@ -8,8 +8,8 @@ import pytest
 
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Timing, write_json
+from collectives.bench.ddp import TrainingRecord, TrainingReport
 from collectives.bench.store import StoreRecord, StoreReport
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 from collectives.cli import main
 
 

@@ -8,15 +8,12 @@ import pytest
 import torch
 from machines import make_machines  # noqa: F401 - a fixture
 
-from collectives.bench import ddp
-from collectives.bench.core import devices
+from collectives.bench import ddp, models
+from collectives.bench.core import devices, ranks
 from collectives.bench.core.records import Timing
 from collectives.bench.core.text import report_lines
-from collectives.bench.training import models
-from collectives.bench.training.ddp_peers import Peer
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
-from collectives.bench.training.models import loss_of
-from collectives.bench.training.tasks import TASKS
+from collectives.bench.ddp import Peer, TrainingRecord, TrainingReport
+from collectives.bench.models import TASKS, loss_of
 from collectives.cli import main
 from collectives.registry.backends import why_unavailable
 
@@ -227,7 +224,7 @@ def test_peers_that_disagree_are_told():
 
 
 def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr(ddp, "why_no_backend", lambda name: None)
+    monkeypatch.setattr(ranks, "why_unavailable", lambda name: None)
     monkeypatch.setattr(devices.CudaDevice, "why_unavailable", lambda self: None)
     skipped = []
     usable = ddp._usable_peers(

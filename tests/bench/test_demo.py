@@ -16,19 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_reports import read_report
 
 from collectives.bench import demo
 from collectives.bench.comparison import measurement
-from collectives.bench.comparison.records import Record, Report, read_report
+from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.training.digits import (
+from collectives.bench.models import (
     Recipe,
     batches,
     build_model,
     flat_parameters,
     load_digits,
-    train,
+    train_digits,
 )
 from collectives.cli import main
 
@@ -119,7 +120,7 @@ def test_training_in_one_process_is_the_mean_over_shares(digits):
 def test_training_lowers_the_loss(digits):
     recipe = Recipe(steps=120, batch=64)
     losses = []
-    train(
+    train_digits(
         build_model(0),
         digits.train,
         recipe,
@@ -203,7 +204,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, 
         tmp_path,
         monkeypatch,
         """
-        from collectives.bench.training import digits
+        from collectives.bench import models as digits
         build = digits.build_model
         def build_model(seed):
             if seed == 1:

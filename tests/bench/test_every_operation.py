@@ -7,10 +7,10 @@ import io
 
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
+from bench_reports import read_report
 
 from collectives.bench.comparison import measurement
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
-from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")

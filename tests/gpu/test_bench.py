@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench_reports import read_report
 from gpu.cuda_ranks import needs_device
 
-from collectives.bench.comparison.records import read_report
 from collectives.bench.ddp import PEERS
 from collectives.cli import main
 

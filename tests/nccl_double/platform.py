@@ -44,6 +44,9 @@ class DoublePlatform(Platform):
     compared: ClassVar[tuple[str, str]] = ("gloo", "torch:gloo")  # the double has no such time
     trained: ClassVar[tuple[str, str]] = ("ours:gloo", "torch:gloo")
     times_tell: ClassVar[bool] = False
+    tests = ("tests/backends/nccl/test_cuda_runtime.py", "tests/backends/nccl/test_rendezvous.py")
+    tests_left_out = "all that pytest runs without a GPU anyway"
+    held_tolerance = 0
     title: ClassVar[str] = "a rehearsal over the double of NCCL, without a GPU"
 
     def why_unavailable(self) -> str | None:
@@ -107,20 +110,8 @@ class DoublePlatform(Platform):
         found = device.races()
         assert not found, found
 
-    @property
-    def tests(self) -> Sequence[str]:
-        return ["tests/backends/nccl/test_cuda_runtime.py", "tests/backends/nccl/test_rendezvous.py"]
-
-    @property
-    def tests_left_out(self) -> str:
-        return "all that pytest runs without a GPU anyway"
-
     def held(self) -> int:
         return load(_file()).communicators()
-
-    @property
-    def held_tolerance(self) -> int:
-        return 0
 
 
 PLATFORM = DoublePlatform()

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_reports import read_report
 from mpi_team import Teams, need_launcher_of
 
-from collectives.bench.comparison.records import Record, read_report
+from collectives.bench.comparison.records import Record
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

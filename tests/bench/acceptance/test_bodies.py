@@ -17,8 +17,7 @@ from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.context import Context
-from collectives.bench.acceptance.processes import Answer, RankEnd
+from collectives.bench.acceptance.ranks import Context, RankEnd
 
 
 def context_of(rank: int, size: int, file: str, folder: str) -> Context:
@@ -30,7 +29,7 @@ def context_of(rank: int, size: int, file: str, folder: str) -> Context:
 
 def ends_of(folder: Path, size: int) -> Sequence[RankEnd]:
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-    return [RankEnd(0, Answer(**answer), 0.0, "") for answer in answers]
+    return [RankEnd(0, answer["values"], 0.0, "") for answer in answers]
 
 
 class LoadsKernels(TorchDispatchMode):

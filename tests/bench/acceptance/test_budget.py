@@ -65,10 +65,12 @@ def test_the_first_provider_stands_for_the_others(monkeypatch: pytest.MonkeyPatc
     run = []
     monkeypatch.setattr(sections, "checked", lambda section, name, _: run.append((section, name)))
     plan = Plan("", Gpus(2), (2,), short=False)
-    for rows in ("bandwidth_rows", "other_bandwidth_rows"):
-        monkeypatch.setattr(
-            sections, rows, lambda _, __, provider, *___: run.append(("bandwidth", provider)) or ()
-        )
+
+    def rows(_platform, _ranks, provider, *_, **__):
+        run.append(("bandwidth", provider))
+        return ()
+
+    monkeypatch.setattr(sections, "bandwidth_rows", rows)
     for name in ("streams", "failures", "bandwidth"):
         [*SECTIONS[name](plan)]
     providers = {

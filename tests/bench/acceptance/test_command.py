@@ -22,9 +22,8 @@ from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
 from collectives.backends.nccl.device import CudaDevice
-from collectives.bench.acceptance import command, cuda, failures, repository, sections, speed, streams
-from collectives.bench.acceptance.cuda import CudaPlatform
-from collectives.bench.acceptance.platform import load
+from collectives.bench.acceptance import command, failures, platform, sections, streams
+from collectives.bench.acceptance.platform import Platform, load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Row, Verdict, checked
 from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.devices import numbers_of_ranks
@@ -230,7 +229,7 @@ def test_cuda_refuses_to_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> Non
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     waits = torch.cuda.Event.synchronize, CudaDevice.block
-    with CudaPlatform().refusing_to_wait():
+    with Platform().refusing_to_wait():
         for wait in (torch.cuda.Event.synchronize, CudaDevice.block):
             with pytest.raises(RuntimeError, match="would wait for an event"):
                 wait(None)
@@ -239,7 +238,7 @@ def test_cuda_refuses_to_wait_for_events(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_platforms_by_module() -> None:
-    assert isinstance(load("collectives.bench.acceptance.cuda"), CudaPlatform)
+    assert isinstance(load("collectives.bench.acceptance.platform"), Platform)
     assert isinstance(load("nccl_double.platform"), DoublePlatform)
 
 
@@ -297,9 +296,9 @@ def test_float8_is_asked_for_where_nccl_and_the_gpu_have_it(
     version: int, reduces: bool, stated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = SimpleNamespace(version=lambda: version)
-    monkeypatch.setattr(cuda.providers, "load", lambda: library)
-    monkeypatch.setattr(cuda.NcclDevice, "reduces_float8", lambda: reduces)
-    reason = CudaPlatform().stated.why_not("all_reduce", device="cuda", dtype=torch.float8_e5m2)
+    monkeypatch.setattr(platform.providers, "load", lambda: library)
+    monkeypatch.setattr(platform.NcclDevice, "reduces_float8", lambda: reduces)
+    reason = Platform().stated.why_not("all_reduce", device="cuda", dtype=torch.float8_e5m2)
     assert (reason is None) == stated
 
 
@@ -312,8 +311,8 @@ def checkout(folder: Path, body: str) -> Path:
 
 def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, body in (("passes", "pass"), ("skips", "pytest.skip('no device')"), ("fails", "assert not 7")):
-        monkeypatch.setattr(repository, "root", lambda name=name, body=body: checkout(tmp_path / name, body))
-        run = partial(repository.run_tests, ["tests/gpu"])
+        monkeypatch.setattr(sections, "root", lambda name=name, body=body: checkout(tmp_path / name, body))
+        run = partial(sections.run_tests, ["tests/gpu"])
         if name == "passes":
             assert run() == ("1 tests passed", {"tests": 1, "failures": 0, "errors": 0, "skipped": 0})
         elif name == "skips":
@@ -322,12 +321,12 @@ def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         else:
             with pytest.raises(CheckFailedError, match=r"(?s)status 1: .*assert not 7"):
                 run()
-    monkeypatch.setattr(repository, "root", lambda: tmp_path)
+    monkeypatch.setattr(sections, "root", lambda: tmp_path)
     with pytest.raises(CheckSkippedError, match="part of the repository"):
-        repository.run_tests([])
-    monkeypatch.setattr(repository, "root", lambda: tmp_path / "passes")
+        sections.run_tests([])
+    monkeypatch.setattr(sections, "root", lambda: tmp_path / "passes")
     with pytest.raises(CheckFailedError, match="status 4"):
-        repository.run_tests(["tests/no_such_file.py"])
+        sections.run_tests(["tests/no_such_file.py"])
 
 
 def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -336,8 +335,8 @@ def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path
     (folder / "test_it.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n")
     (folder / "test_mpi.py").write_text("import pytest\n\npytest.skip('no MPI', allow_module_level=True)\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    monkeypatch.setattr(repository, "root", lambda: tmp_path)
-    plan = Plan("", CudaPlatform(), (2,), short=True)
+    monkeypatch.setattr(sections, "root", lambda: tmp_path)
+    plan = Plan("", Platform(), (2,), short=True)
     (row,) = SECTIONS["tests"](plan)
     assert row.verdict is Verdict.PASSED, row.said
     assert row.said.startswith("1 tests passed; left out: tests/gpu/test_mpi.py, which needs two MPIs")
@@ -369,7 +368,7 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
         assert names[section] == {f"{case.title}, cupy, 2 ranks" for case in cases.values()}
     assert {"all_reduce of 8 B, cupy, 2 ranks", "all_reduce of 4 KiB, cupy, 2 ranks"} <= names["bandwidth"]
     assert names["training"] == {"small, cupy, 1 rank", "small, cupy, 2 ranks"}
-    assert names["host-cost"] == {"all", *speed.LIMITS}
+    assert names["host-cost"] == {"all", *sections.LIMITS}
     assert len(names["tests"]) == 1
     text = page.read_text("utf-8")
     assert text.count("Plotly.newPlot(") >= 2

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from collectives.bench.acceptance import processes
+from collectives.bench.acceptance import ranks
 from collectives.bench.acceptance.failures import CASES
-from collectives.bench.acceptance.processes import Answer, RankEnd, run_ranks, write_answer
+from collectives.bench.acceptance.ranks import RankEnd, run_ranks, write_answer
 from collectives.bench.acceptance.report import CheckFailedError
 
 LOST = {"error": "PeerLostError", "said": "rank 1 is lost", "seconds": 0.1}
@@ -21,7 +21,7 @@ KILLED = RankEnd(-signal.SIGKILL, None, 0.0, "")
 
 
 def ended(status: int | None = 0, exit_seconds: float = 0.5, output: str = "", **values: Any) -> RankEnd:
-    return RankEnd(status, Answer(values, 0.0), exit_seconds, output)
+    return RankEnd(status, values, exit_seconds, output)
 
 
 def test_what_is_right() -> None:
@@ -78,15 +78,15 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "if rank == '2':\n"
         "    time.sleep(60)\n"
     )
-    started = processes.subprocess.Popen
+    started = ranks.subprocess.Popen
 
     def start(command: Sequence[str], **options: Any) -> Any:
         return started([sys.executable, str(script), *command[3:]], **options)
 
-    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    monkeypatch.setattr(ranks.subprocess, "Popen", start)
     ends = run_ranks("platform", "body", 3, 5.0, environment={"WORD": "now"}, without=[2])
     assert [end.status for end in ends] == [0, 3, None]
-    assert [end.answer and end.answer.values for end in ends] == [{"x": 1}, None, None]
+    assert [end.answer for end in ends] == [{"x": 1}, None, None]
     assert 0 <= ends[0].exit_seconds < 5
     assert [end.output for end in ends[:2]] == ["here is 0 now\n", "here is 1 now\n"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from collectives.bench.acceptance import host_cost
+from collectives.bench.acceptance.sections import measure_host_cost
 
 MOST = {
     "all_reduce, asynchronous": (40, 45),
@@ -18,7 +18,7 @@ MORE_SEEN = 3 if sys.version_info >= (3, 14) else 0
 
 
 def test_what_calls_cost() -> None:
-    first, second = (host_cost.measure(1) for _ in range(2))
+    first, second = (measure_host_cost(1) for _ in range(2))
     assert [(one.frames, one.c_calls) for one in first] == [(one.frames, one.c_calls) for one in second]
     for cost in first:
         frames, c_calls = MOST[cost.call]

@@ -9,13 +9,13 @@ import pytest
 from nccl_double.platform import DoublePlatform
 
 from collectives.bench import ddp
-from collectives.bench.acceptance import speed
-from collectives.bench.acceptance.host_cost import Cost
+from collectives.bench.acceptance import sections
 from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.comparison.measurement import Options
+from collectives.bench.acceptance.sections import Cost
+from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
+from collectives.bench.ddp import TrainingRecord, TrainingReport
 
 
 class Devices(DoublePlatform):
@@ -40,8 +40,8 @@ def rows(
         asked.append(options)
         return Report("allreduce", {}, {}, list(records), list(skipped))
 
-    monkeypatch.setattr(speed, "measure", measure)
-    return [*speed.bandwidth_rows(Devices(), 2, "cupy", short=True)]
+    monkeypatch.setattr(sections, "measure", measure)
+    return [*sections.bandwidth_rows(Devices(), 2, "cupy", short=True)]
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(31.0, Verdict.PASSED), (33.0, Verdict.FAILED)])
@@ -103,26 +103,26 @@ def test_training_may_take_a_twentieth_more_and_must_agree(
         records = [trained("ours:nccl", ms, agrees), trained("torch:nccl", 10.0, True)]
         return TrainingReport("ddp", {}, {}, records)
 
-    monkeypatch.setattr(speed.ddp, "measure", measure)
-    (row,) = speed.training_rows(Devices(), 2, "cupy", short=True)
+    monkeypatch.setattr(sections.ddp, "measure", measure)
+    (row,) = sections.training_rows(Devices(), 2, "cupy", short=True)
     assert row.verdict is verdict
     assert said in row.said
 
 
 def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(speed.LIMITS)
+    names = list(sections.LIMITS)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
-    monkeypatch.setattr(speed.host_cost, "measure", lambda calls: costs)
-    whole, *judged = speed.host_cost_rows(Devices(), short=True)
+    monkeypatch.setattr(sections, "measure_host_cost", lambda calls: costs)
+    whole, *judged = sections.host_cost_rows(Devices(), short=True)
     assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
-    assert {row.verdict for row in speed.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
-    allowed = speed.LIMITS[names[1]][0]
+    assert {row.verdict for row in sections.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
+    allowed = sections.LIMITS[names[1]][0]
     costs[1] = Cost(names[1], allowed + 1, 10, 1.0)  # which are the same everywhere
     for platform in (Devices(), DoublePlatform()):
-        row = [*speed.host_cost_rows(platform, short=True)][2]
+        row = [*sections.host_cost_rows(platform, short=True)][2]
         assert row.verdict is Verdict.FAILED
         assert f"{allowed + 1} frames of Python" in row.said
         assert row.said.endswith(f"; {allowed} frames are allowed")
@@ -132,10 +132,10 @@ def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     def breaks(*_: object, **__: object) -> list[Cost]:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(speed.host_cost, "measure", breaks)
-    monkeypatch.setattr(speed.ddp, "Options", breaks)
+    monkeypatch.setattr(sections, "measure_host_cost", breaks)
+    monkeypatch.setattr(sections.ddp, "Options", breaks)
     rows = [
-        *speed.host_cost_rows(Devices(), short=True),
-        *speed.training_rows(Devices(), 2, "cupy", short=True),
+        *sections.host_cost_rows(Devices(), short=True),
+        *sections.training_rows(Devices(), 2, "cupy", short=True),
     ]
     assert [(row.verdict, row.said) for row in rows] == [(Verdict.FAILED, "RuntimeError: no driver")] * 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.bench.acceptance.processes import Answer, RankEnd
+from collectives.bench.acceptance.ranks import RankEnd
 from collectives.bench.acceptance.report import CheckFailedError
 from collectives.bench.acceptance.streams import CASES
 
@@ -15,7 +15,7 @@ RIGHT = {"found": [6.0, 6.0], "wanted": [6.0, 6.0], "seconds_of_the_host": 0.1}
 
 
 def ended(values: Mapping[str, Any]) -> RankEnd:
-    return RankEnd(0, Answer(values, 0.0), 0.5, "")
+    return RankEnd(0, values, 0.5, "")
 
 
 @pytest.mark.parametrize("case", CASES)

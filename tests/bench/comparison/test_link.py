@@ -6,7 +6,8 @@ import pytest
 from machines import make_machines  # noqa: F401 - a fixture
 from mpi_team import find_installations
 
-from collectives.bench.comparison.measurement import Options, measure
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from bench_reports import read_report
 from mpi_team import VARIABLE, find_installations, need_launcher_of
 
-from collectives.bench.comparison import mpi4py_peer
-from collectives.bench.comparison.records import read_report
+from collectives.bench.comparison import peers
 from collectives.cli import main
 from collectives.ranks import mpirun
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 def test_missing_mpi4py_is_skipped_with_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "allreduce", "--backends", "mpi4py", "--sizes", "8"]) == 1
     out = capsys.readouterr().out
     assert "# skipped mpi4py: needs mpi4py, not installed" in out
@@ -27,9 +27,9 @@ def test_missing_mpi4py_is_skipped_with_the_command(monkeypatch, capsys):
 
 
 def test_missing_mpirun_is_named(monkeypatch):
-    monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(mpirun.shutil, "which", lambda name, path: None)
-    assert "there is no mpirun" in mpi4py_peer.why_unavailable()
+    assert "there is no mpirun" in peers.why_no_mpi4py()
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,20 @@ def test_an_mpi_that_does_not_work_is_named(said, why, monkeypatch, tmp_path):
     launcher = tmp_path / "mpirun"
     launcher.write_text(f"#!/bin/sh\n{said} exit 1\n")
     launcher.chmod(0o755)
-    monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(mpirun.shutil, "which", lambda name, path: str(launcher))
-    reason = mpi4py_peer.why_unavailable()
+    reason = peers.why_no_mpi4py()
     assert f"{launcher} and mpi4py do not work together" in reason
     assert why in reason
 
 
 def test_a_folder_without_an_mpi_is_named(tmp_path):
-    assert f"{tmp_path} has no bin/mpirun" in mpi4py_peer.why_unavailable(str(tmp_path))
+    assert f"{tmp_path} has no bin/mpirun" in peers.why_no_mpi4py(str(tmp_path))
     (tmp_path / "bin").mkdir()
     launcher = tmp_path / "bin" / "mpirun"
     launcher.write_text("#!/bin/sh\n")
     launcher.chmod(0o755)
-    assert f"{tmp_path} has no bin/mpirun or no lib/libmpi.so" in mpi4py_peer.why_unavailable(str(tmp_path))
+    assert f"{tmp_path} has no bin/mpirun or no lib/libmpi.so" in peers.why_no_mpi4py(str(tmp_path))
 
 
 def test_an_mpi_needs_a_name_and_a_folder(capsys):

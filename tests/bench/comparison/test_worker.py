@@ -8,10 +8,11 @@ import torch
 from collectives.bench.comparison import operations
 from collectives.bench.comparison import worker as worker_module
 from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
+from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.peers import add_zero
-from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, Workload, serve
-from collectives.bench.core.barrier import barrier_memory
-from collectives.bench.core.devices import DEVICES, CpuDevice
+from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, run_worker
+from collectives.bench.core.devices import DEVICES, Device
+from collectives.bench.core.ranks import Placement, barrier_memory
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -41,8 +42,8 @@ class Recorder:
 def player(
     peer, *, in_place=True, max_bytes=4 * COUNT, name="peer", barrier=lambda: None, operation="all_reduce"
 ):
-    workload = Workload("float32", "sum", in_place, max_bytes, (name,), (operation,))
-    return Worker(0, 1, workload, barrier, {name: peer})
+    options = Options((), (1,), (max_bytes,), (operation,), in_place=in_place)
+    return Worker(0, 1, options, barrier, {name: peer})
 
 
 def turn(cold, hot, loop=0, *, count=COUNT, name="peer", operation="all_reduce"):
@@ -60,7 +61,7 @@ def test_cold_calls_get_fresh_input_in_other_memory():
     assert (result.hot_ns, result.loop_ns, result.cold_wrong, result.hot_wrong) == ([], [], 0, 0)
 
 
-class Behind(CpuDevice):
+class Behind(Device):
     """A device that is done with a call when it is asked to complete it."""
 
     runs_behind = True
@@ -111,11 +112,9 @@ def test_a_rank_is_ready_when_its_tensors_are_there(monkeypatch):
         return made
 
     monkeypatch.setattr(worker_module, "Worker", make)
-    workload = Workload("float32", "sum", True, 4 * COUNT, ("peer",), ("all_reduce",))
-    ready = Ready({}, {})
     with barrier_memory(1) as memory:
-        serve(Line(), 0, 1, workload, memory, {"peer": Recorder()}, ready)
-    assert events == ["tensors", ready]
+        run_worker(0, Line(), Placement(1, 0, memory, "cpu"), Options((), (1,), (4 * COUNT,), limit=True))
+    assert events == ["tensors", Ready({}, {})]
 
 
 def test_rotation_goes_on_from_turn_to_turn():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from collectives.bench.comparison.goals import parse_goal
-from collectives.bench.comparison.measurement import Options, available_backends
+from collectives.bench.comparison.measurement import available_backends
+from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.records import Report
 from collectives.bench.core import text
 from collectives.bench.core.devices import DEVICES, CudaDevice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import run_world
 
-from collectives.bench.core.groups import new_group, split_lanes
+from collectives.bench.core.ranks import new_group, split_lanes
 
 
 def test_backends_and_lanes():

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.image import made_with
+from collectives.bench.core.charts import made_with, write_page
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.page import write_page
 from collectives.bench.core.records import Chart, Curve, Skipped, Timing
 from collectives.bench.core.text import report_lines
-from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
+from collectives.bench.ddp import TrainingRecord, TrainingReport
 
 pytest.importorskip("plotly")
 
@@ -60,16 +61,19 @@ def page(tmp_path, records, skipped=(), options=None):
     return file.read_text("utf-8")
 
 
-def test_measurements_stand_in_a_table_for_each_operation(tmp_path):
+def test_measurements_stand_in_a_table_for_each_peer_and_beside_one_another(tmp_path):
     records = [record("host", 8, 1.5), record("gloo", 8, 300.0), record("host", 1024, 2.0)]
     text = page(tmp_path, [*records, record("host", 8, 5.0, "broadcast")])
-    (heading, *rows), (_, *others), options, machine = Tables(text).tables
-    assert heading[:3] == ["peer", "size (B)", "count (elements)"]
-    assert [row[:2] for row in rows] == [["host", "8"], ["gloo", "8"], ["host", "1024"]]
-    assert [row[heading.index("cold time (us)")] for row in rows] == ["1.50", "300.0", "2.00"]
+    (heading, *rows), (_, *gloo), beside, _hot, (_, *others), options, machine = Tables(text).tables
+    assert heading[:2] == ["size (B)", "count (elements)"]
+    assert [row[0] for row in rows] == ["8", "1024"]
+    assert [row[heading.index("cold time (us)")] for row in rows] == ["1.50", "2.00"]
+    assert [row[heading.index("cold time (us)")] for row in gloo] == ["300.0"]
+    assert beside[:2] == [["size (B)", "host", "gloo", "gloo/host"], ["8", "1.50", "300.0", "200x"]]
     assert len(set(heading)) == len(heading), "no two columns of a name"
-    assert [row[0] for row in others] == ["host"]
-    assert "all_reduce, 2 ranks; slowest rank, median over calls" in text
+    assert [row[heading.index("cold time (us)")] for row in others] == ["5.00"]
+    assert "all_reduce by host, 2 ranks, in-place; slowest rank, median over calls" in text
+    assert "Out of bounds values : 0 OK" in text
     assert options == [["nproc", "2"]]
     assert {"processor", "memory", "torch"} <= {name for name, _ in machine}
     assert "<code>collectives bench allreduce --html page.html</code>" in text
@@ -129,18 +133,27 @@ def test_there_is_a_chart_for_each_operation_that_has_sizes(tmp_path):
         record("host", 0, 3.0, "barrier"),
     ]
     text = page(tmp_path, records)
-    assert text.count("Plotly.newPlot(") == 2
+    assert text.count("Plotly.newPlot(") == 2 * 2, "times and bandwidths"
     assert "all_gather, 2 ranks" in text
 
 
 def test_a_chart_has_a_curve_for_each_peer_with_medians_and_percentiles():
     records = [record("host", 8, 2.0), record("gloo", 8, 40.0), record("host", 16, 4.0)]
-    (chart,) = Report("allreduce", {}, {}, records).charts()
-    assert isinstance(chart, Chart)
-    assert chart.curves == [
-        Curve("host", (8, 16), [2.0, 4.0], [1.8, 3.6], [2.5, 5.0]),
-        Curve("gloo", (8,), [40.0], [36.0], [50.0]),
+    times, rates = Report("allreduce", {}, {}, records).charts()
+    assert isinstance(times, Chart)
+    assert times.curves == [
+        Curve("host", (8, 16), [2.0, 4.0], [1.8, 3.6], [2.5, 5.0], color=0),
+        Curve("gloo", (8,), [40.0], [36.0], [50.0], color=1),
     ]
+    assert rates.curves[0] == Curve("host", (8, 16), [0.004, 0.004], color=0)
+
+
+def test_curves_of_several_numbers_of_ranks_are_told_apart():
+    records = [record("host", 8, 2.0), replace(record("host", 8, 4.0), ranks=4)]
+    times, _ = Report("allreduce", {}, {}, records).charts()
+    assert times.title == "all_reduce"
+    found = [(curve.name, curve.look, curve.color) for curve in times.curves]
+    assert found == [("host, 2 ranks", "line", 0), ("host, 4 ranks", "dashed", 0)]
 
 
 def drawn(tmp_path, chart):
@@ -212,9 +225,8 @@ def test_a_box_shows_all_values_at_a_name(tmp_path):
 def test_names_are_no_markup(tmp_path):
     peer = "<img src=x onerror=alert(1)></script>"
     text = page(tmp_path, [record(peer, 8, 1.0)], [Skipped("<b>", "<i>none</i>")])
-    shown = Tables(text).tables
-    assert ["peer", peer] in shown[0] or peer in shown[0][1]
-    assert shown[-1] == [["<b>", "<i>none</i>"]]
+    assert Tables(text).tables[-1] == [["<b>", "<i>none</i>"]]
+    assert f"all_reduce by {html.escape(peer)}, 2 ranks" in text
     assert "<img" not in text
     assert "<i>none" not in text
 

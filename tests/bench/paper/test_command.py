@@ -14,11 +14,10 @@ import pytest
 from mpi_team import find_installations
 from ports import free_port
 
-from collectives.bench.paper import command, running
+from collectives.bench.paper import command
+from collectives.bench.paper.cells import PHASES
 from collectives.bench.paper.figures import FIGURES, INTERVALS, LANES
-from collectives.bench.paper.iterations import PHASES
-from collectives.bench.paper.report.kept import KeptFigure
-from collectives.bench.paper.systems import SCHEMES, SYSTEMS
+from collectives.bench.paper.views import SCHEMES, SYSTEMS, Report
 from collectives.cli import main
 
 SMALL = ["--quick", "--models", "small", "--batch", "1", "--backends", "host", "--budget", "1"]
@@ -113,7 +112,7 @@ class TestFigures:
     @pytest.mark.full
     def test_fig11_keeps_every_loss_and_goes_on_after_an_interrupt(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("collectives.bench.paper.figures.RATES", {"a": (0.02, 4)})
-        keep = running._keep
+        keep = command._keep
         kept = []
 
         def keep_two(file, report):
@@ -122,7 +121,7 @@ class TestFigures:
             if len(kept) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(running, "_keep", keep_two)
+        monkeypatch.setattr(command, "_keep", keep_two)
         words = ["bench", "paper", "fig11", *SMALL, "--json", str(tmp_path), "--plot", str(tmp_path)]
         assert main(words) == 130
         first = json.loads((tmp_path / "fig11.json").read_text())["records"]
@@ -165,7 +164,7 @@ def test_kept_figures_become_one_page(tmp_path, capsys):
 
 def test_samples_of_a_quick_run_are_not_mixed_with_others(tmp_path, capsys):
     kept = {
-        "schema": running.SCHEMA, "program": "paper fig6", "environment": running.describe_machine(),
+        "schema": command.SCHEMA, "program": "paper fig6", "environment": command.describe_machine(),
         "options": {"machines": 1, "link": None, "quick": True}, "records": [],
     }  # fmt: skip
     (tmp_path / "fig6.json").write_text(json.dumps(kept))
@@ -262,9 +261,9 @@ def test_every_figure_has_cells_for_the_papers_models():
 def test_a_report_names_the_command_that_measures_the_same(ready, words):
     """Without --models, figure 2 looks at another model than the first one of the others."""
     request = command.Request("cpu", ("host",), command.PAPER_MODELS, ready, (2, 4), 2, lengths={"small": 8})
-    options = running._options(running.Job(request, [], 60.0, 1, None, None, None))
-    kept = KeptFigure([], {}, json.loads(json.dumps(options)))
-    assert kept.command("fig2") == (
+    options = command._options(command.Job(request, [], 60.0, 1, None, None, None))
+    kept = Report("paper fig2", {}, json.loads(json.dumps(options)))
+    assert kept.command() == (
         f"collectives bench paper fig2 --device cpu --backends host{words} --nproc 2,4 --lengths small=8 "
         "--budget 60 --json DIR"
     )
@@ -357,7 +356,7 @@ def test_under_srun(tmp_path):
 FAILING = """
 import sys
 
-from collectives.bench.paper.iterations import Iterations
+from collectives.bench.paper.cells import Iterations
 from collectives.cli import main
 
 measure = Iterations.measure

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.bench.paper.convergence import load_images
+from collectives.bench.paper.cells import load_images
 
 IMAGES = np.arange(2 * 9 * 8, dtype=np.uint8).reshape(2, 9, 8)
 LABELS = np.array([9, 0], dtype=np.uint8)

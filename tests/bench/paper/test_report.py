@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.bench.core.page import write_page
-from collectives.bench.paper.cells import Measured
-from collectives.bench.paper.iterations import PHASES
-from collectives.bench.paper.report.kept import KeptFigure
-from collectives.bench.paper.report.page import report_lines
-from collectives.bench.paper.report.priorities import Costs, Gradient, forward_ends_s
-from collectives.bench.paper.report.records import FiguresReport
-from collectives.bench.paper.report.statements import STATEMENTS
+from collectives.bench.core.charts import write_page
+from collectives.bench.paper.cells import PHASES, Measured
+from collectives.bench.paper.report import STATEMENTS, Costs, Gradient, forward_ends_s, report_lines
+from collectives.bench.paper.views import FiguresReport, Report
 
 ENVIRONMENT = {
     "cpu": "a processor", "cores_usable": 2, "collectives": "0", "torch": "1", "python": "2",
@@ -75,12 +71,14 @@ FIGURES = {
 }
 
 
+def kept_figures(figures, **options):
+    made = {**OPTIONS, **options}
+    return {name: Report(f"paper {name}", ENVIRONMENT, made, records) for name, records in figures.items()}
+
+
 def report(figures, **options):
     """The lines of the report on such figures."""
-    made = {**OPTIONS, **options}
-    return list(
-        report_lines({name: KeptFigure(records, ENVIRONMENT, made) for name, records in figures.items()})
-    )
+    return list(report_lines(kept_figures(figures, **options)))
 
 
 def statement(number, figures):
@@ -109,8 +107,8 @@ def test_the_rules_stand_before_the_data():
 def test_the_figures_become_one_page(tmp_path):
     pytest.importorskip("plotly")
     pytest.importorskip("scipy")
-    kept = {name: KeptFigure(records, ENVIRONMENT, OPTIONS) for name, records in FIGURES.items()}
-    about = {name: figure.command(name) for name, figure in kept.items()}
+    kept = kept_figures(FIGURES)
+    about = {name: figure.command() for name, figure in kept.items()}
     made = FiguresReport("paper", ENVIRONMENT, about, figures=kept, with_systems=True)
     page = tmp_path / "page.html"
     write_page(page, made, "collectives bench paper all --html page.html")
@@ -126,7 +124,7 @@ def test_the_figures_become_one_page(tmp_path):
         "backward computation",
     ]
     (measured,) = charts["fig9: net, host"].curves
-    assert (measured.at, measured.values) == ([1, 2], [0.05, 0.1])
+    assert (measured.at, measured.values) == ((1, 2), [0.05, 0.1])
     boxes, rebuilt = charts["fig7: net, host, 2 ranks"].curves
     assert list(boxes.at) == ["0"] * 25
     assert rebuilt.values == [1000.0] * 5

@@ -14,7 +14,7 @@ import bench_bodies
 import pytest
 from sources import PYTHONPATH
 
-from collectives.bench.core.barrier import barrier_memory
+from collectives.bench.core.ranks import barrier_memory
 from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
-from collectives.bench.core.barrier import SpinBarrier
-from collectives.bench.doctor.command import _reduce as reduce_smoke
+from collectives.bench.core.ranks import SpinBarrier
 from collectives.core.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, BARRIER, Call
 from collectives.core.work import CompletedWork, Work
 from collectives.ranks.processes import commands
@@ -87,8 +86,3 @@ register_backend_spec(
         "absent", ("cpu",), "no_such_module", ("no_such_package",), "python -m pip install no-such-package"
     )
 )
-
-
-def reduce_on_faulty(rank: int, connection: Connection, backend: str, port: int) -> None:
-    """What the doctor runs, where the faulty backend is registered."""
-    reduce_smoke(rank, connection, backend, port)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import collectives
 from collectives.bench.core.records import Skipped
-from collectives.bench.doctor.advice import advise, estimate_all_reduce
+from collectives.bench.doctor import advise
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +45,3 @@ def test_what_is_missing_comes_with_its_line(monkeypatch):
     assert "\n    export COLLECTIVES_SECRET=$(" in said
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "Lines to copy" not in advice({"host": 1e-4})
-
-
-def estimated():
-    collectives.init_process_group("host")
-    result = estimate_all_reduce()
-    collectives.destroy_process_group()
-    return result
-
-
-@pytest.mark.full
-def test_ranks_agree_on_the_estimate():
-    first, second = collectives.launch(estimated, nproc=2)
-    assert first == second > 0

@@ -10,28 +10,25 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-import collectives
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench.comparison import operations
-from collectives.bench.comparison.measurement import available_backends
-from collectives.bench.core.groups import initialize, parent_store
-from collectives.bench.core.machine import describe_machine, mpi_file, mpi_version
+from collectives.bench.comparison.measurement import available_backends, measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.records import Skipped
-from collectives.bench.doctor import advice
-from collectives.ranks.mpirun import start_ranks
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names
 from collectives.secret import SECRET
 
-__all__ = ["add_arguments", "run"]
-
 SMOKE_COUNTS = (1, 1009, 300_007)
 """Elements of the tensors that two ranks reduce: within a flag's line, a chunk, many chunks."""
+
+ESTIMATED_BYTES = 1 << 20
+BUDGET_S = 1.0
+"""Size of the all-reduce whose time is estimated, and about how long all those of a backend are repeated."""
 
 SIOCGIFADDR = 0x8915
 
@@ -63,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
         print(f"{mark:4}  {name}: {told}", flush=True)
     print(f"\n{failures} of the checks failed." if failures else "\nAll is well.")
     print()
-    for line in (*advice.advise(seconds, skipped), *_untested()):
+    for line in (*advise(seconds, skipped), *_untested()):
         print(line)
     return 1 if failures else 0
 
@@ -174,25 +171,67 @@ def _own_name() -> str:
 
 
 def _smoke(backend: str, seconds: dict[str, float]) -> str:
-    store = parent_store()
-    with start_ranks([backend], 2, _reduce, (backend, store.port)) as processes:
-        wrong, (measured, _), (library, _) = zip(*processes.gather(), strict=True)
-    if sum(wrong):
-        raise RuntimeError(f"{sum(wrong)} elements of the results are wrong")
-    seconds[backend] = measured
+    sizes = (*(4 * count for count in SMOKE_COUNTS), ESTIMATED_BYTES)
+    report = measure(Options(backends=(backend,), sizes=tuple(sorted(sizes)), budget_s=BUDGET_S))
+    if report.skipped:
+        raise RuntimeError(report.skipped[0].reason)
+    wrong = sum(record.wrong_elements for record in report.records)
+    if wrong:
+        raise RuntimeError(f"{wrong} elements of the results are wrong")
+    for record in report.records:
+        if record.size_bytes == ESTIMATED_BYTES:
+            seconds[backend] = record.cold.median_us / 1e6
+    library = "".join(f"; {version}" for version in report.environment["peers"].values())
     return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements{library}"
 
 
-def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
-    torch.set_num_threads(1)
-    initialize(rank, 2, port, backend)
-    wrong = 0
-    for count in SMOKE_COUNTS:
-        tensor = operations.source("sum", torch.float32, count, rank, 2)
-        collectives.all_reduce(tensor)
-        wrong += operations.count_wrong(tensor, operations.expected("sum", torch.float32, count, 2))
-    estimate = advice.estimate_all_reduce()
-    collectives.barrier()
-    collectives.destroy_process_group()
-    library = f"; {mpi_version()}, {mpi_file()}" if backend == "mpi" else ""
-    connection.send((wrong, estimate, library))
+def advise(seconds: Mapping[str, float], skipped: Sequence[Skipped]) -> Iterator[str]:
+    """Yields lines of advice.
+
+    Args:
+        seconds: by backend that works here, the time of an all-reduce of 1 MiB between two ranks.
+        skipped: backends that cannot be used here.
+    """
+    yield "Which backend for what:"
+    yield from _of_cpu_tensors(seconds)
+    reasons = {entry.peer: entry.reason for entry in skipped}
+    if "nccl" in reasons:
+        yield f"  CUDA tensors: none here; nccl {reasons['nccl']}"
+    elif "nccl" in seconds:
+        yield '  CUDA tensors: nccl, the only one that uses NVLink; "collectives" takes it by itself'
+    if "mpi" in seconds:
+        yield "  ranks that mpirun starts: mpi, which needs no address and no store"
+    yield f"  ranks on this machine: up to {usable_cores()}, a core for each; more take turns"
+    # The command gives its own ranks a secret, so that it cannot tell whether the user has one.
+    yield "  several machines: host, with the same secret on all of them, made by"
+    yield f"    export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+    lines = list(_to_copy(skipped))
+    if lines:
+        yield "Lines to copy for what is missing:"
+        yield from lines
+
+
+def _of_cpu_tensors(seconds: Mapping[str, float]) -> Iterator[str]:
+    """Yields what serves tensors on the CPU, and how quick each backend was."""
+    if not seconds:
+        yield "  CPU tensors: no backend works here; see the checks that failed"
+        return
+    ranked = sorted(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {1e3 * seconds[name]:.3g} ms" for name in ranked)
+    best = "host" if "host" in seconds else ranked[0]
+    if best == ranked[0]:
+        why = "the quickest here"
+    else:
+        why = f"it finds dead ranks and ranks out of step; {ranked[0]} was quicker at this size"
+    name = '"collectives" under torch.distributed' if best == "host" else "host failed"
+    yield f"  CPU tensors: {best} ({name}), {why}"
+    yield f"    all-reduce of 1 MiB, 2 ranks, estimated within {BUDGET_S:g} s each: {times}"
+
+
+def _to_copy(skipped: Sequence[Skipped]) -> Iterator[str]:
+    """Yields commands and settings, each with what it is for."""
+    for entry in skipped:
+        if entry.install:
+            yield f"  {entry.install}  # {entry.peer}"
+    if "OMP_NUM_THREADS" not in os.environ:
+        yield "  export OMP_NUM_THREADS=1  # torch starts a thread for each core on every rank without it"

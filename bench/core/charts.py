@@ -1,6 +1,6 @@
-"""A report as a page for people: HTML with tables and zoomable charts, in one file that needs no network.
+"""Charts of reports, drawn twice: by matplotlib into PNG images, by Plotly into a page that needs no network.
 
-Jinja (which torch brings) fills the page and escapes what it is given; Plotly draws.
+Jinja (which torch brings) fills the page and escapes what it is given.
 """
 
 from __future__ import annotations
@@ -8,12 +8,151 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Chart, Column
+from collectives.bench.core.records import BaseReport, Chart, Column, Curve
 from collectives.bench.core.text import MACHINE, machine_facts, network_of, option_facts, skipped_facts
 
-__all__ = ["write_page"]
+ROOM = 1.2
+"""Height of axes over that of the highest bar on others, for the legend."""
+
+WRAPPED_AT = 14
+"""Characters of a line below a bar."""
+
+WIDTH_INCHES, HEIGHT_INCHES = 4.6, 4.0
+TITLE_WIDTH = 50
+"""Size of a chart in an image, and characters of the image's title above each."""
+
+FEW_NAMES = 6
+"""At most so many names have room beside one another below an axis."""
+
+_MATPLOTLIB: Mapping[str, Mapping[str, Any]] = {
+    "line": {},
+    "dashed": {"linestyle": "--"},
+    "dotted": {"linestyle": ":"},
+}
+"""Looks of curves that are lines, as matplotlib has them."""
+
+
+def write_image(path: Path, charts: Sequence[Chart], columns: int, title: str) -> None:
+    """Writes charts as a PNG image, drawn without a display.
+
+    Args:
+        path: of the image; its directory is made.
+        charts: at least one.
+        columns: how many stand in a row.
+        title: above all of them.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(WIDTH_INCHES * columns, HEIGHT_INCHES * rows + 1), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("\n".join(wrap(title, TITLE_WIDTH * columns)), fontsize=11)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(charts) :]:
+        axes.set_axis_off()
+    for chart, axes in zip(charts, grid.flat, strict=False):
+        axes.set_title(chart.title, fontsize=9)
+        _draw(axes, chart)
+        if chart.stacked:
+            axes.legend(fontsize=7, loc="upper center", ncols=2)
+        elif axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    """Draws a chart on axes, without its title and a legend; its bars stand on one another."""
+    names = chart.names
+    tops = [0.0] * len(names)
+    for i, curve in enumerate(chart.curves):
+        color = f"C{i if curve.color is None else curve.color}"
+        label = curve.name or None
+        at: Sequence[Any] = [names.index(str(place)) for place in curve.at] if names else curve.at
+        if curve.look == "boxes":
+            values = [
+                [value for there, value in zip(at, curve.values, strict=True) if there == place]
+                for place in range(len(names))
+            ]
+            _draw_boxes(axes, values, curve, color, *_place_of_boxes(chart, curve))
+        elif curve.look == "points":
+            axes.plot(at, curve.values, "x", markersize=4, alpha=0.6, color=color, label=label)
+        elif names:
+            bottoms = [tops[place] for place in at]
+            axes.bar(at, curve.values, bottom=bottoms, width=0.6, color=color, label=label)
+            for place, value in zip(at, curve.values, strict=True):
+                tops[place] += value
+        else:
+            _draw_line(axes, chart, curve, color)
+    axes.set(xlabel=chart.x, ylabel=chart.y)
+    if names:
+        axes.set_xticks(range(len(names)), [fill(name, WRAPPED_AT) for name in names], fontsize=8)
+    else:
+        axes.set(**{f"{letter}scale": "log" for letter in chart.log})
+    if chart.x_names:
+        slanted = {"rotation": 45, "ha": "right"} if len(chart.x_names) > FEW_NAMES else {}
+        axes.set_xticks([*chart.x_names], [*chart.x_names.values()], **slanted)
+        axes.minorticks_off()
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    if chart.stacked:
+        axes.set_ylim(top=ROOM * max(tops))
+        for place, top in enumerate(tops):
+            axes.text(place, top, f"{top:.2f}", ha="center", va="bottom", fontsize=7)
+    axes.grid(alpha=0.3)
+
+
+def _place_of_boxes(chart: Chart, curve: Curve) -> tuple[float, float]:
+    """Returns how far from its place a box stands, and its width: those of several curves side by side."""
+    boxes = [other for other in chart.curves if other.look == "boxes"]
+    width = 0.8 / len(boxes)
+    return (next(i for i, other in enumerate(boxes) if other is curve) + 0.5) * width - 0.4, width
+
+
+def _draw_boxes(
+    axes: Any, values: Sequence[Sequence[float]], curve: Curve, color: str, offset: float, width: float
+) -> None:
+    line = {"color": color, "linewidth": 1.5}
+    mean = {"markerfacecolor": color, "markeredgecolor": color, "markersize": 4}
+    axes.boxplot(
+        values,
+        positions=[place + offset for place in range(len(values))],
+        widths=0.7 * width,
+        sym=".",
+        medianprops=line,
+        boxprops={"color": color} if curve.name else None,
+        showmeans=bool(curve.name),
+        meanprops=mean,
+    )
+    if curve.name:
+        axes.plot([], [], color=color, label=curve.name)
+
+
+def _draw_line(axes: Any, chart: Chart, curve: Curve, color: str) -> None:
+    """Draws a line over numbers, and its spread."""
+    look = {"color": color, "marker": "." if chart.x_names else "", **_MATPLOTLIB[curve.look]}
+    axes.plot(curve.at, curve.values, label=curve.name or None, **look)
+    if curve.low and chart.x_names:  # few places, where a band would not be seen
+        ends = zip(curve.low, curve.values, curve.high, strict=True)
+        off = zip(*((value - low, high - value) for low, value, high in ends), strict=True)
+        axes.errorbar(curve.at, curve.values, [*off], fmt="none", capsize=3, color=color)
+    elif curve.low:
+        axes.fill_between(curve.at, curve.low, curve.high, alpha=0.2, color=color)
+
+
+def made_with(environment: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Returns machines and versions of a report in a line."""
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("collectives", "torch", "python"))
+    machine = [environment["cpu"], f"{environment['cores_usable']} cores", *network_of(options)]
+    return f"{', '.join(machine)}; {versions}"
+
 
 _PAGE = """{%- macro listed(title, facts) %}
 <h2>{{ title }}</h2>
@@ -50,7 +189,8 @@ _PAGE = """{%- macro listed(title, facts) %}
 <td{% if cell|length > 40 %} class="long"{% endif %}>{{ cell.strip() }}</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 </table></div>
-{% endfor %}
+{% for note in table.notes %}<p>{{ note }}</p>
+{% endfor %}{% endfor %}
 {% for line in report.reading() %}<p>{{ line }}</p>
 {% endfor %}
 {% for title, facts in about if facts %}{{ listed(title, facts) }}{% endfor %}
@@ -58,11 +198,10 @@ _PAGE = """{%- macro listed(title, facts) %}
 </html>
 """
 
-_LINES = {
+_PLOTLY = {
     "line": {},
     "dashed": {"dash": "dash"},
     "dotted": {"dash": "dot"},
-    "wide": {"width": 8, "color": "rgba(0, 0, 0, 0.2)"},
 }
 """Looks of curves that are lines, as Plotly has them."""
 
@@ -103,14 +242,14 @@ def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-_UNITS = {"s": "(s)", "us": "(us)", "mb": "(MB)", "bytes": "(B)"}
+_LABELS = {"s": "(s)", "us": "(us)", "mb": "(MB)", "bytes": "(B)"}
 """Units at the end of names, as they are shown."""
 
 
 def _label(name: str) -> str:
     """Returns the name of an option or of a fact as words."""
     words = name.split("_")
-    return " ".join([*words[:-1], _UNITS.get(words[-1], words[-1])] if len(words) > 1 else words)
+    return " ".join([*words[:-1], _LABELS.get(words[-1], words[-1])] if len(words) > 1 else words)
 
 
 def _heading(column: Column) -> str:
@@ -176,7 +315,7 @@ def _drawn(chart: Chart, network: Sequence[str], first: bool) -> str:
             kind = graph_objects.Bar
         else:
             kind = graph_objects.Scatter
-            about |= {"mode": "markers"} if curve.look == "points" else {"line": _LINES[curve.look]}
+            about |= {"mode": "markers"} if curve.look == "points" else {"line": _PLOTLY[curve.look]}
         figure.add_trace(kind(x=list(curve.at), y=list(curve.values), **about))
     title = ", ".join([chart.title, *network])
     figure.update_layout(title=title, xaxis_title=chart.x, yaxis_title=chart.y, template="plotly_white")

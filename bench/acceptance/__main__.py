@@ -1,4 +1,4 @@
-"""The program of a rank: ``python -m collectives.bench.acceptance.rank``, started by ``run_ranks``."""
+"""The program of a rank, started by :func:`.run_ranks`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import sys
 import torch
 
 from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.context import Context
 from collectives.bench.acceptance.platform import load
-from collectives.bench.core.groups import LOCALHOST, TIMEOUT
+from collectives.bench.acceptance.ranks import Context
+from collectives.bench.core.ranks import LOCALHOST, TIMEOUT
 from collectives.store import TCPStore
 
-__all__ = ["main"]
 
-
-def main(words: list[str]) -> None:
+def _main(words: list[str]) -> None:
     """Runs the body.
 
     Args:
@@ -34,4 +32,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _main(sys.argv[1:])

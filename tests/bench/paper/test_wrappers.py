@@ -6,8 +6,7 @@ import torch
 from harness import run_world
 
 import collectives
-from collectives.bench.training.classifier import build_classifier, random_samples
-from collectives.bench.training.wrappers import WRAPPERS
+from collectives.bench.paper.wrappers import WRAPPERS, build_classifier, random_samples
 
 
 def train(rank, size):

@@ -1,0 +1,180 @@
+"""What a comparison measures, as its user asks and every rank is told, and the memory that it takes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+
+from collectives.backends.nccl import providers
+from collectives.bench.comparison.goals import parse_goal
+from collectives.bench.comparison.operations import OPERATIONS, REDUCTIONS, rounded_count
+from collectives.bench.comparison.peers import MPI4PY, is_mpi4py, is_own_backend, split_name
+from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, parse_sizes_argument
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.ranks import PlacementOptions
+from collectives.bench.core.text import format_bytes, parse_sizes
+from collectives.cli.mpi_job import usual_ranks
+from collectives.registry.backends import backend_spec
+
+DTYPES = tuple(
+    sorted(
+        name
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
+    )
+)
+"""Names of torch's data types."""
+
+ARENA_MIN_BYTES = 64 << 20
+"""Memory that buffers rotate through: beyond the caches of a core on today's machines."""
+
+SLICE_GAP_BYTES = 4096 + 64
+"""Distance between two buffers: another page, and another set of the first-level cache."""
+
+
+def stride(size_bytes: int) -> int:
+    """Returns the distance between the beginnings of two buffers; each begins at a cache line."""
+    return -(-size_bytes // 64) * 64 + SLICE_GAP_BYTES
+
+
+def _parse_mpis(text: str) -> tuple[tuple[str, str], ...]:
+    """Converts the argument of ``--mpi``."""
+    pairs = tuple((name, folder) for name, _, folder in (part.partition("=") for part in parse_names(text)))
+    if not all(name and folder for name, folder in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER,...")
+    return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Options(PlacementOptions):
+    """What is measured.
+
+    Attributes:
+        backends: names of backends; BACKEND:ALGORITHM for an all-reduce made of a backend's messages or
+            broadcasts (naive, gather, ring, tree); torch:NAME for torch's functions on its backend NAME;
+            mpi4py for plain mpi4py under mpirun (where none are named, all backends usable here, and mpi4py
+            or torch:nccl).
+        ranks: numbers of ranks; one run each.
+        sizes: bytes of the arrays: SIZE,..., FIRST:LAST[:FACTOR] or FIRST:LAST:+STEP; K, M, G; rounded up to
+            a whole part for each rank.
+        operations: names of the operations.
+        dtype: data type.
+        redop: reduction.
+        in_place: whether an all-reduce reduces the user's tensor itself, else a copy of it, with the copy in
+            the time.
+        calls: cold and hot calls of each peer at each size (where it is not named, 5 to 200, as the budget
+            allows).
+        warmup: how many calls come before, not timed (where it is not named, 2 to 5, as the budget allows).
+        budget_s: seconds that each run should take.
+        limit: measure the memory limit, too: ``tensor.add_(0)`` on all ranks at the same time.
+        goals: what a peer's time must not exceed; the summary tells which goals are met
+            (``collectives bench allreduce --help`` shows their form).
+        provider: package that loads NCCL for the nccl backend (where it is not named, that of
+            ``COLLECTIVES_NCCL_PROVIDER``, or else the first that works).
+        mpis: further installations of MPI, folders with ``bin`` and ``lib``, each a peer mpi4py:NAME.
+
+    Raises:
+        ValueError: a backend, an MPI or an operation is not known, a goal cannot be read, a size is no
+            multiple of the element's, there is no such device or provider, too little memory or too few
+            cores, or the machines do not fit the ranks or the device.
+    """
+
+    backends: tuple[str, ...] | None = option(None, "--backends", type=parse_names, metavar="NAME,...")
+    ranks: tuple[int, ...] = option(
+        (2,), "--nproc", type=parse_counts(1), default=(usual_ranks(),), metavar="N,..."
+    )
+    sizes: tuple[int, ...] = option(
+        tuple(parse_sizes("8:64M")), "--sizes", type=parse_sizes_argument, default=None, metavar="SIZES"
+    )
+    operations: tuple[str, ...] = ("all_reduce",)
+    dtype: str = option("float32", "--dtype", choices=DTYPES, metavar="TYPE")
+    redop: str = option("sum", "--op", choices=REDUCTIONS)
+    in_place: bool = True
+    calls: int | None = option(None, "--iters", type=at_least(1), metavar="N")
+    warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
+    budget_s: float = option(40.0, "--budget", type=float, default=None, metavar="SECONDS")
+    limit: bool = option(False, "--limit", action="store_true")
+    goals: tuple[str, ...] = option((), "--goal", action="append", default=[], metavar="GOAL")
+    provider: str | None = option(None, "--provider", choices=providers.PROVIDERS)
+    mpis: tuple[tuple[str, str], ...] = option((), "--mpi", type=_parse_mpis, metavar="NAME=FOLDER,...")
+
+    def __post_init__(self) -> None:
+        for ranks in self.ranks:
+            self.check_placement(ranks)
+        for name in self.backends or ():
+            if is_own_backend(name):
+                backend_spec(split_name(name)[0])
+            elif is_mpi4py(name) and name not in {MPI4PY, *(f"{MPI4PY}:{mpi}" for mpi, _ in self.mpis)}:
+                raise ValueError(f"{name} names an MPI without a folder; say where it is (--mpi)")
+        for name in self.operations:
+            if name not in OPERATIONS:
+                raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
+        for goal in self.goals:
+            parse_goal(goal)
+        for size in self.sizes:
+            if size % self.item_bytes:
+                raise ValueError(
+                    f"size {size} is no multiple of the {self.item_bytes} bytes of a {self.dtype} element; "
+                    f"begin the sizes at {self.item_bytes} or more"
+                )
+        self._check_provider()
+        self._check_memory()
+
+    def _check_provider(self) -> None:
+        if self.provider is not None and self.provider not in providers.PROVIDERS:
+            raise ValueError(
+                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
+            )
+        if self.provider is not None and self.device == "cpu":
+            raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
+
+    def _check_memory(self) -> None:
+        for ranks in self.ranks:
+            needed, available = self.memory_bytes(ranks), DEVICES[self.device].memory_per_rank_bytes(ranks)
+            if needed > available:
+                raise ValueError(
+                    f"{ranks} ranks with tensors of {format_bytes(max(self.sizes))} need "
+                    f"{ranks * needed / 2**30:.1f} GiB of memory, but {ranks * available / 2**30:.1f} GiB "
+                    "are available"
+                )
+
+    @property
+    def item_bytes(self) -> int:
+        """The size of an element."""
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
+
+    def largest_bytes(self, ranks: int) -> int:
+        """Returns the size of the largest array of so many ranks, whole parts included.
+
+        Args:
+            ranks: number of ranks.
+        """
+        counts = (
+            rounded_count(OPERATIONS[name], max(self.sizes), self.item_bytes, ranks)
+            for name in self.operations
+        )
+        return self.item_bytes * max(counts)
+
+    def buffers(self) -> int:
+        """Returns the buffers that a call needs: one where all operations work in place."""
+        return 1 if self.in_place and all(OPERATIONS[name].in_place for name in self.operations) else 2
+
+    def arena_bytes(self, ranks: int) -> int:
+        """Returns the memory that buffers rotate through; two calls of the largest always fit.
+
+        Args:
+            ranks: number of ranks.
+        """
+        return max(2 * self.buffers() * stride(self.largest_bytes(ranks)), ARENA_MIN_BYTES)
+
+    def memory_bytes(self, ranks: int) -> int:
+        """Returns the memory of each rank's tensors.
+
+        Args:
+            ranks: number of ranks.
+        """
+        parts = any(OPERATIONS[name].parts for name in self.operations)  # put together from parts
+        return (2 + self.buffers() + parts) * self.largest_bytes(ranks) + self.arena_bytes(ranks)

@@ -1,0 +1,1033 @@
+"""What the paper says of its evaluation, beside what kept samples show: a page in Markdown."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from collectives.bench.comparison.peers import TORCH
+from collectives.bench.core.charts import made_with
+from collectives.bench.core.text import lines_of
+from collectives.bench.paper.cells import Measured
+from collectives.bench.paper.figures import INTERVALS
+from collectives.bench.paper.views import Report, figure_tables, usual_samples
+
+NOTICEABLE = 0.1
+"""Part by which two times must differ before one counts as longer."""
+
+Figures = Mapping[str, Sequence[Measured]]
+"""The cells that are kept, by figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was measured where a statement can be tried.
+
+    Attributes:
+        where: model, backend and ranks.
+        here: the measurement in words.
+        holds: whether the statement does; ``None`` where it says nothing of such a measurement.
+        because: the measurement that shows why it does not; may be empty.
+    """
+
+    where: str
+    here: str
+    holds: bool | None
+    because: str = ""
+
+
+Judge = Callable[[Figures], Iterator[Finding]]
+"""Yields what was found, given the figures that a statement needs."""
+
+
+# ---- which cell ----------------------------------------------------------------------------------------
+
+
+def where(record: Measured) -> str:
+    """Returns panel and ranks of a cell."""
+    return f"{record.cell['panel']}, {record.cell['ranks']} ranks"
+
+
+def backend_of(record: Measured) -> str:
+    """Returns the backend of a cell without whose wrapper it was; empty of a rank by itself."""
+    name = record.cell.get("backend") or record.cell["panel"].partition(", ")[2]
+    return str(name).removeprefix(TORCH)
+
+
+def parameters_of(record: Measured) -> int:
+    """Returns the number of trained parameters of a cell's model."""
+    return sum(record.samples["sizes"])
+
+
+def sweeps(figures: Figures) -> Iterator[tuple[Measured, list[float]]]:
+    """Yields the all-reduces of figure 2, with the median total time in nanoseconds of each count."""
+    for record in figures["fig2"]:
+        if record.cell["kind"] == "AllReduceSweep":
+            yield record, [float(np.median(calls)) for calls in record.samples["total_ns"]]
+
+
+# ---- times of a cell -----------------------------------------------------------------------------------
+
+
+def median_of(record: Measured, number: int = 0) -> float:
+    """Returns the median nanoseconds of an iteration of a series."""
+    return float(np.median(usual_samples(record, number)["iteration"]))
+
+
+def medians(record: Measured) -> dict[str, float]:
+    """Returns the median nanoseconds of an iteration by series."""
+    return {series["name"]: median_of(record, i) for i, series in enumerate(record.cell["series"])}
+
+
+def phases(record: Measured, number: int = 0) -> dict[str, float]:
+    """Returns the median nanoseconds of a series by phase, with those of the iteration."""
+    return {name: float(np.median(times)) for name, times in usual_samples(record, number).items()}
+
+
+def spread(record: Measured, number: int = 0) -> float:
+    """Returns half of the range from p10 to p90 of a series, as part of its median."""
+    p10, median, p90 = np.percentile(usual_samples(record, number)["iteration"], (10, 50, 90))
+    return float((p90 - p10) / median / 2)
+
+
+def communication_share(record: Measured) -> float:
+    """Returns the part of an iteration that communication takes in the first series."""
+    times = phases(record)
+    return times["communication"] / times["iteration"]
+
+
+def gain(times: Mapping[str, float], fast: str, slow: str) -> float:
+    """Returns the part of a slow series' time that a fast one saves; less than 0 where it takes longer."""
+    return 1 - times[fast] / times[slow]
+
+
+def saved_in_words(saved: float) -> str:
+    """Returns the part of the time that something saves, or takes in addition."""
+    return f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'} time"
+
+
+def is_faster(record: Measured, fast: str, slow: str) -> bool:
+    """Returns whether a series is faster than another by more than noise."""
+    names = [series["name"] for series in record.cell["series"]]
+    noise = max(NOTICEABLE, spread(record, names.index(slow)))
+    return gain(medians(record), fast, slow) > noise
+
+
+BYTES = 4
+"""Of a parameter."""
+
+SATURATED = (200_000, 1_000_000)
+"""Neighbours of 500 K in the sweep: top speed that begins between the two begins near it."""
+
+FLAT_FROM_BYTES = 512 << 10
+FLAT = 1.25
+"""Largest ratio of totals that still counts as one level."""
+
+SAME_ORDER = 10
+
+
+def top_speed(figures: Figures) -> Iterator[Finding]:
+    """Looks for the size from which larger all-reduces gain no more."""
+    for record, totals in sweeps(figures):
+        counts, best = record.cell["counts"], min(totals)
+        enough = next(i for i, total in enumerate(totals) if total <= best * (1 + NOTICEABLE))
+        each_us = totals[0] / 1e3 / (record.cell["parameters"] / counts[0])
+        here = (
+            f"within {NOTICEABLE:.0%} of the best from {counts[enough]:,} parameters on; {counts[0]:,} at a "
+            f"time take {totals[0] / best:.1f} times as long"
+        )
+        holds, because = None, ""
+        if backend_of(record) == "gloo":
+            holds = SATURATED[0] <= counts[enough] <= SATURATED[1]
+            because = f"each all-reduce of {counts[0]:,} takes {each_us:.0f} us, many under way at once"
+        elif backend_of(record) == "nccl":
+            holds = totals[-1] == best
+            because = f"{counts[totals.index(best)]:,} are faster than {counts[-1]:,}"
+        yield Finding(where(record), here, holds, because)
+
+
+def same_order(figures: Figures) -> Iterator[Finding]:
+    """Compares backward with the best all-reduces of as many parameters."""
+    ready = [record for record in figures["fig2"] if record.cell["kind"] == "ReadyGradients"]
+    for record, totals in sweeps(figures) if ready else ():
+        backward = float(np.median([times[-1] for times in ready[0].samples["ready_ns"]]))
+        best = min(totals) * ready[0].samples["parameters"] / record.cell["parameters"]
+        here = f"backward {backward / 1e6:.0f} ms, its all-reduces {best / 1e6:.0f} ms"
+        because = f"one is {max(backward / best, best / backward):.0f} times the other"
+        yield Finding(where(record), here, 1 / SAME_ORDER < backward / best < SAME_ORDER, because)
+
+
+def flat_and_wide(figures: Figures) -> Iterator[Finding]:
+    """Looks whether Gloo's totals are level from 512 KB on, and whether its iterations spread more."""
+    for record, totals in sweeps(figures):
+        large = {
+            count: total
+            for count, total in zip(record.cell["counts"], totals, strict=True)
+            if count * BYTES >= FLAT_FROM_BYTES
+        }
+        if len(large) > 1:
+            ratio = max(large.values()) / min(large.values())
+            slowest = max(large, key=lambda count: large[count])
+            holds = ratio <= FLAT if backend_of(record) == "gloo" else None
+            here = f"totals beyond 512 KB differ by {ratio - 1:.0%}"
+            yield Finding(where(record), here, holds, f"{slowest:,} parameters at a time take longest")
+    found: dict[str, dict[str, float]] = {}
+    for record in figures["fig7"]:
+        widths = [spread(record, i) for i in range(len(record.cell["series"]))]
+        found.setdefault(record.cell["model"], {})[backend_of(record)] = float(np.median(widths))
+    for model, widths_by in found.items():
+        shown = ", ".join(f"{name} {width:.0%}" for name, width in widths_by.items())
+        both = {"gloo", "nccl"} <= set(widths_by)
+        holds = widths_by["gloo"] > widths_by["nccl"] if both else None
+        yield Finding(model, f"spread of an iteration: {shown}", holds)
+
+
+def overlap_saves(device: str) -> Judge:
+    """Returns the judge of what overlap saves with tensors on a device."""
+
+    def judge(figures: Figures) -> Iterator[Finding]:
+        for record in figures["fig6"]:
+            if record.cell["device"] == device:
+                here = saved_in_words(gain(medians(record), "overlap", "no overlap"))
+                yield Finding(
+                    where(record), here, is_faster(record, "overlap", "no overlap"), _what_changes(record)
+                )
+
+    return judge
+
+
+def _what_changes(record: Measured) -> str:
+    """Returns what overlap does to communication that is waited for, and to backward beside it."""
+    names = [series["name"] for series in record.cell["series"]]
+    apart, beside = (phases(record, names.index(name)) for name in ("no overlap", "overlap"))
+    changes = {"waiting for communication": "communication", "backward beside it": "backward"}
+    return ", ".join(
+        f"{what} takes {apart[phase] / 1e6:.0f} ms without overlap and {beside[phase] / 1e6:.0f} ms with it"
+        for what, phase in changes.items()
+    )
+
+
+def backward_largest(figures: Figures) -> Iterator[Finding]:
+    """Looks at backward and communication without overlap, then at how both depend on the model."""
+    by_backend: dict[str, list[Measured]] = {}
+    for record in figures["fig6"]:
+        by_backend.setdefault(backend_of(record), []).append(record)
+        times = phases(record)
+        backward = times["backward"] + times["communication"]
+        largest = backward > max(times["forward"], times["step"])
+        here = f"backward with communication is {backward / times['iteration']:.0%} of an iteration"
+        yield Finding(f"{where(record)}: largest step", here, largest)
+        share = times["communication"] / backward
+        because = f"the ranks compute for {times['backward'] / 1e6:.0f} ms of {backward / 1e6:.0f} ms"
+        yield Finding(
+            f"{where(record)}: more than half", f"communication is {share:.0%} of it", share > 0.5, because
+        )
+    for backend, records in by_backend.items():
+        if len({parameters_of(record) for record in records}) > 1:
+            yield from _by_model(backend, sorted(records, key=parameters_of))
+
+
+def _by_model(backend: str, records: Sequence[Measured]) -> Iterator[Finding]:
+    """Yields what grows from the smallest model to the largest one, and where overlap saves most."""
+    models = [record.cell["model"] for record in records]
+    shares = [communication_share(record) for record in records]
+    here = ", ".join(f"{model} {share:.0%}" for model, share in zip(models, shares, strict=True))
+    grows = shares[-1] > shares[0]
+    yield Finding(f"{backend}: grows with the model", here, grows, "computation grows more")
+    balances, gains = [], []
+    for record in records:
+        times = phases(record)
+        ratio = times["communication"] / times["backward"]
+        balances.append(min(ratio, 1 / ratio) if ratio else 0.0)
+        gains.append(gain(medians(record), "overlap", "no overlap"))
+    most, nearest = gains.index(max(gains)), balances.index(max(balances))
+    here = f"overlap saves most with {models[most]}, {models[nearest]} is nearest to balance"
+    shown = zip(models, balances, gains, strict=True)
+    because = "; ".join(f"{model}: balance {balance:.2f}, {saved:.0%}" for model, balance, saved in shown)
+    yield Finding(f"{backend}: most where balanced", here, most == nearest, because)
+
+
+TIE = 0.02
+"""Part by which a size may be slower than the best one and still count as the best."""
+
+TWICE = 2.0
+
+_DEFAULT = "25 MB"
+
+LARGE_MB = 5
+"""Size from which on the paper finds buckets large enough."""
+
+PAPERS_BEST = {
+    ("resnet", "nccl"): ("10 MB", "25 MB"),
+    ("resnet", "gloo"): ("5 MB",),
+    ("bert", "nccl"): ("50 MB",),
+    ("bert", "gloo"): ("5 MB",),
+}
+"""Best sizes in the paper, by the beginning of the model's name, and by backend."""
+
+PARAMETER_RATIO = (12, 18)
+"""Ratios of parameters that count as 15."""
+
+SHARED_CORES = 1.5
+"""Ratio of forwards, which send nothing, from which on the ranks do not have a core each."""
+
+
+def twice(figures: Figures) -> Iterator[Finding]:
+    """Compares the best size with the worst one."""
+    for record in figures["fig7"]:
+        times = medians(record)
+        best, worst = (pick(times, key=lambda name: times[name]) for pick in (min, max))
+        ratio = times[worst] / times[best]
+        share = communication_share(record)
+        because = f"what overlap leaves of communication is {share:.0%} even with an all-reduce a gradient"
+        yield Finding(
+            where(record), f"{best} is {ratio:.2f} times as fast as {worst}", ratio > TWICE, because
+        )
+
+
+def default_size(figures: Figures) -> Iterator[Finding]:
+    """Compares the default with the best size."""
+    for record in figures["fig7"]:
+        times = medians(record)
+        best = min(times, key=lambda name: times[name])
+        excess = times[_DEFAULT] / times[best] - 1
+        here = f"{excess:.1%} more time than {best}"
+        yield Finding(where(record), here, excess <= NOTICEABLE, f"{best} takes that much less")
+
+
+def best_sizes(figures: Figures) -> Iterator[Finding]:
+    """Compares the best size with that of the paper."""
+    for record in figures["fig7"]:
+        times = medians(record)
+        best = min(times, key=lambda name: times[name])
+        here = f"{best}: " + ", ".join(f"{name} {ns / 1e6:.0f} ms" for name, ns in times.items())
+        papers = PAPERS_BEST.get(
+            (record.cell["model"].rstrip("0123456789").split("-")[0], backend_of(record))
+        )
+        holds, because = None, ""
+        if papers is not None:
+            near = min(times[name] for name in papers) <= times[best] * (1 + TIE)
+            holds = near and _matters(record)
+            differ = "no size from 5 MB on is noticeably faster than another"
+            because = f"{best} is faster than {' or '.join(papers)}" if not near else differ
+        yield Finding(where(record), here, holds, because)
+
+
+def _matters(record: Measured) -> bool:
+    """Returns whether sizes from 5 MB on differ noticeably."""
+    times = [ns for name, ns in medians(record).items() if float(name.split()[0]) >= LARGE_MB]
+    return max(times) / min(times) > 1 + NOTICEABLE
+
+
+def more_ranks(figures: Figures) -> Iterator[Finding]:
+    """Compares the fewest ranks with the most, with buckets and without."""
+    fewer = {record.cell["panel"]: record for record in figures["fig7"]}
+    for record in figures["fig8"]:
+        other = fewer.get(record.cell["panel"])
+        if other is not None and other.cell["ranks"] < record.cell["ranks"]:
+            few, many = medians(other), medians(record)
+            zero, most = (many[name] / few[name] - 1 for name in ("0 MB", _DEFAULT))
+            here = f"from {other.cell['ranks']} ranks on: 0 MB {zero:+.0%}, {_DEFAULT} {most:+.0%}"
+            slower = phases(record)["forward"] / phases(other)["forward"]
+            if slower > SHARED_CORES:
+                here += f"; ranks share cores: forward, which sends nothing, {slower - 1:+.0%}"
+                yield Finding(where(record), here, None)
+                continue
+            because = "0 MB is not slower" if zero <= NOTICEABLE else f"{_DEFAULT} is slower, too"
+            yield Finding(where(record), here, zero > NOTICEABLE > most, because)
+
+
+def sublinear(figures: Figures) -> Iterator[Finding]:
+    """Compares the best sizes of the smallest and the largest model."""
+    by_backend: dict[str, list[Measured]] = {}
+    for record in figures["fig7"]:
+        by_backend.setdefault(backend_of(record), []).append(record)
+    for backend, records in by_backend.items():
+        few, *_, many = sorted([*records, records[0]], key=parameters_of)
+        if parameters_of(few) == parameters_of(many):
+            continue
+        sizes = []
+        for record in (few, many):
+            times = medians(record)
+            sizes.append(float(min(times, key=lambda name: times[name]).split()[0]))
+        growth = parameters_of(many) / parameters_of(few)
+        here = (
+            f"{sizes[0]:g} MB for {few.cell['model']}, {sizes[1]:g} MB for {many.cell['model']} of "
+            f"{growth:.1f} times the parameters"
+        )
+        if not (_matters(few) or _matters(many)):
+            yield Finding(backend, f"{here}; sizes from 5 MB on do not differ noticeably", None)
+            continue
+        because = "the larger model wants smaller buckets" if sizes[1] < sizes[0] else "the size grows more"
+        yield Finding(backend, here, sizes[0] <= sizes[1] <= growth * sizes[0], because)
+
+
+def times_parameters(figures: Figures) -> Iterator[Finding]:
+    """Counts the parameters of the two models."""
+    counts = {record.cell["model"]: parameters_of(record) for record in figures["fig6"]}
+    if {"resnet50", "bert-base"} <= set(counts):
+        ratio = counts["bert-base"] / counts["resnet50"]
+        bert, resnet = (counts[name] / 1e6 for name in ("bert-base", "resnet50"))
+        here = f"{bert:.1f} M against {resnet:.1f} M parameters: {ratio:.1f} times"
+        because = "this is BERT-base; BERT-large, about three times as large, would come near"
+        yield Finding("bert-base, resnet50", here, PARAMETER_RATIO[0] <= ratio <= PARAMETER_RATIO[1], because)
+
+
+MOST_RANKS = 256
+"""Those of the paper's largest run."""
+
+NEAR_LINEAR = 0.5
+"""Part of the ranks that the paper's 256 were worth."""
+
+JUMP = 0.25
+"""Part by which iterations must take longer at once to count as a jump."""
+
+TIMES_LOCAL = {
+    ("resnet50", "nccl"): (1.5, 2.5),
+    ("resnet50", "gloo"): (2.0, 4.5),
+    ("bert-base", "gloo"): (4.5, 9.0),
+}
+"""Times of local training that count as the paper's 2, 3 and 6, by model and backend."""
+
+
+def means(record: Measured) -> dict[str, float]:
+    """Returns the mean nanoseconds of an iteration by series."""
+    return {
+        series["name"]: float(np.mean(usual_samples(record, i)["iteration"]))
+        for i, series in enumerate(record.cell["series"])
+    }
+
+
+def speedups(figures: Figures) -> Iterator[tuple[Measured, float]]:
+    """Yields cells of figure 9 with several ranks, and how many single ranks they are worth."""
+    local = {record.cell["model"]: record for record in figures["fig9"] if record.cell["ranks"] == 1}
+    for record in figures["fig9"]:
+        one = local.get(record.cell["model"])
+        if one is not None and record.cell["ranks"] > 1:
+            yield record, record.cell["ranks"] * median_of(one) / median_of(record)
+
+
+def near_linear(figures: Figures) -> Iterator[Finding]:
+    """Compares all ranks with a single one."""
+    for record, worth in speedups(figures):
+        ranks = record.cell["ranks"]
+        holds = worth >= NEAR_LINEAR * ranks if ranks >= MOST_RANKS else None
+        yield Finding(where(record), f"worth {worth:.2f} single ranks", holds, f"{worth / ranks:.0%} of them")
+
+
+def slowdown(backend: str) -> Judge:
+    """Returns the judge of how much longer iterations take than those of a rank by itself."""
+
+    def judge(figures: Figures) -> Iterator[Finding]:
+        for record, worth in speedups(figures):
+            if backend_of(record) == backend:
+                ranks, times = record.cell["ranks"], record.cell["ranks"] / worth
+                bounds = TIMES_LOCAL.get((record.cell["model"], backend))
+                tried = ranks >= MOST_RANKS and bounds is not None
+                holds = bounds[0] <= times <= bounds[1] if tried and bounds is not None else None
+                share = communication_share(record)
+                because = f"overlap leaves {share:.0%} of an iteration to communication"
+                yield Finding(where(record), f"{times:.2f} times local", holds, because)
+
+    return judge
+
+
+def dearer_link(figures: Figures) -> Iterator[Finding]:
+    """Compares BERT over NCCL on 16 and on 32 GPUs."""
+    found = _by_ranks(figures, "fig9", "bert-base", "nccl")
+    if {16, 32} <= set(found):
+        few, many = (median_of(found[ranks]) for ranks in (16, 32))
+        here = f"16 GPUs {few / 1e6:.0f} ms, 32 GPUs {many / 1e6:.0f} ms"
+        because = "these links are alike, and more ranks take longer"
+        yield Finding("bert-base, nccl", here, few > many * (1 + NOTICEABLE), because)
+
+
+def skipping_saves(figures: Figures) -> Iterator[Finding]:
+    """Compares synchronisation at every 8th iteration with that at each."""
+    for record in figures["fig10"]:
+        saved = gain(means(record), "every 8", "every 1")
+        share = communication_share(record)
+        because = f"overlap leaves {share:.0%} of an iteration to communication and waiting"
+        yield Finding(where(record), saved_in_words(saved), saved > NOTICEABLE, because)
+
+
+def jump(figures: Figures) -> Iterator[Finding]:
+    """Compares 128 GPUs with 256 in all series."""
+    for model in sorted({record.cell["model"] for record in figures["fig10"]}):
+        found = _by_ranks(figures, "fig10", model, "nccl")
+        if {MOST_RANKS // 2, MOST_RANKS} <= set(found):
+            few, many = (means(found[ranks]) for ranks in (MOST_RANKS // 2, MOST_RANKS))
+            steps = {name: many[name] / few[name] - 1 for name in few}
+            here = ", ".join(f"{name} {step:+.0%}" for name, step in steps.items())
+            because = "iterations grow by less than a jump with some of the intervals"
+            yield Finding(f"{model}, nccl", here, min(steps.values()) > JUMP, because)
+
+
+def _by_ranks(figures: Figures, figure: str, model: str, backend: str) -> Mapping[int, Measured]:
+    return {
+        record.cell["ranks"]: record
+        for record in figures[figure]
+        if record.cell["model"] == model and backend_of(record) == backend
+    }
+
+
+def nccl_or_gloo(figures: Figures) -> Iterator[Finding]:
+    """Compares NCCL with Gloo on the same model and ranks."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for record, _ in speedups(figures):
+        key = (record.cell["model"], record.cell["ranks"])
+        found.setdefault(key, {})[backend_of(record)] = median_of(record)
+    for (model, ranks), times in found.items():
+        here = ", ".join(f"{name} {ns / 1e6:.0f} ms" for name, ns in times.items())
+        tried = {"nccl", "gloo"} <= set(times)
+        holds = times["nccl"] < times["gloo"] * (1 - NOTICEABLE) if tried else None
+        yield Finding(f"{model}, {ranks} ranks", here, holds, "computation takes most of both")
+
+
+def lanes_in_turn(figures: Figures) -> Iterator[Finding]:
+    """Compares three groups in turn with one."""
+    for record in figures["fig12"]:
+        model, backend = record.cell["model"], backend_of(record)
+        saved = gain(medians(record), "rr3", "rr1")
+        faster = is_faster(record, "rr3", "rr1")
+        share = communication_share(record)
+        because = f"overlap leaves {share:.0%} of an iteration to save with one group"
+        holds = None
+        if (model, backend) in {("resnet50", "gloo"), ("bert-base", "nccl")}:
+            holds = faster
+        elif (model, backend) == ("resnet50", "nccl"):
+            holds, because = abs(saved) <= NOTICEABLE, "the groups' times differ noticeably"
+        yield Finding(where(record), f"three groups take {saved_in_words(saved)} than one", holds, because)
+
+
+LAST = 0.1
+"""Part of the iterations whose mean is the loss at the end."""
+
+
+def loss_at_the_end(figures: Figures) -> Iterator[Finding]:
+    """Compares the losses at the end; panel (a) should show no harm, panel (b) should."""
+    finals: dict[str, dict[int, float]] = {}
+    for record in figures["fig11"]:
+        losses = record.samples["losses"]
+        last = float(np.mean(losses[-max(1, int(LAST * len(losses))) :]))
+        finals.setdefault(record.cell["panel"], {})[record.cell["interval"]] = last
+    for panel, by_interval in finals.items():
+        first, last = by_interval[min(by_interval)], by_interval[max(by_interval)]
+        here = "; ".join(f"every {interval}: {loss:.3f}" for interval, loss in by_interval.items())
+        is_worse = last > first * (1 + NOTICEABLE)
+        change = f"{last / first - 1:+.0%}"
+        because = f"the loss of every {max(by_interval)} is {change} from that of every {min(by_interval)}"
+        yield Finding(panel, here, is_worse == panel.startswith("(b)"), because)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement of the paper.
+
+    Attributes:
+        section: where it stands.
+        says: the statement.
+        rule: when it holds; where nothing can be measured, why.
+        figures: names of the figures that it needs; none where nothing can be measured.
+        judges: return what was found, given those figures.
+        needs: ranks that it must be tried on, where not any will do.
+        command: what measures it there.
+    """
+
+    section: str
+    says: str
+    rule: str
+    figures: tuple[str, ...] = ()
+    judges: tuple[Judge, ...] = ()
+    needs: str = "the paper's models and backends"
+    command: str = "collectives bench paper all --json DIR"
+
+
+def _on_gpus(number: int, figure: str, words: str = "") -> tuple[str, str]:
+    """Returns what is needed, and the command, of a statement about so many GPUs."""
+    return (
+        f"{number} GPUs",
+        f"srun -n {number} collectives bench paper {figure} --device cuda{words} --json DIR",
+    )
+
+
+STATEMENTS = (
+    Statement(
+        "abstract, 8",
+        "Scaling to 256 GPUs is nearly linear.",
+        "256 ranks are worth at least 128 single ones, as those of the paper. With fewer the worth is shown.",
+        ("fig9",),
+        (near_linear,),
+        *_on_gpus(256, "fig9"),
+    ),
+    Statement(
+        "1",
+        "The size of buckets can more than double the speed.",
+        "The best size is more than twice as fast as the worst.",
+        ("fig7",),
+        (twice,),
+    ),
+    Statement(
+        "1",
+        "More than 60 % of the hours of production GPUs at Facebook, for four weeks of 2020, used the "
+        "wrapper.",
+        "a fact about one company's machines, which no other can measure.",
+    ),
+    Statement(
+        "3.2.2",
+        "All-reduces of Gloo reach top speed near 500 K parameters; those of NCCL gain even at 20 M.",
+        "Gloo: the smallest size within 10 % of the best total has 200 K to 1 M parameters. NCCL: the "
+        "largest size has the best total. Other backends are not judged.",
+        ("fig2",),
+        (top_speed,),
+    ),
+    Statement(
+        "3.2.2",
+        "Backward of ResNet-152 takes as long as communication, in order of magnitude: 250 ms on a GPU.",
+        "Neither takes 10 times the other.",
+        ("fig2",),
+        (same_order,),
+    ),
+    Statement(
+        "4.2, 5.2",
+        "25 MB is a reasonable default size of buckets.",
+        "25 MB takes at most 10 % more time than the best size.",
+        ("fig7",),
+        (default_size,),
+    ),
+    Statement(
+        "5.1",
+        "With NCCL overlap saves 38.0 % (ResNet) and 35.2 % (BERT).",
+        "Overlap saves more than noise. The paper's numbers are of 32 GPUs; ours stand beside.",
+        ("fig6",),
+        (overlap_saves("cuda"),),
+        *_on_gpus(32, "fig6"),
+    ),
+    Statement(
+        "5.1",
+        "With Gloo overlap saves 26.8 % (ResNet) and 21.5 % (BERT).",
+        "Overlap saves more than noise, with any backend of CPU tensors. The paper's numbers are of 32 "
+        "ranks.",
+        ("fig6",),
+        (overlap_saves("cpu"),),
+    ),
+    Statement(
+        "5.1",
+        "Backward takes the most time, communication more than half of that, and more in larger models; "
+        "overlap gains most where computation and communication take equally long.",
+        "Largest step: backward with communication takes longer than forward, and than the optimizer's "
+        "step. More than half: of backward without overlap. Grows: the largest model has the larger share."
+        " Balanced: the model whose two times differ least gains most.",
+        ("fig6",),
+        (backward_largest,),
+    ),
+    Statement(
+        "5.2",
+        "Best buckets on 16 GPUs: 10 to 25 MB for ResNet-50 and 50 MB for BERT with NCCL, 5 MB for both "
+        "with Gloo.",
+        "That size is within 2 % of the best one, and some sizes from 5 MB on differ by more than 10 %. "
+        "Other backends are not judged.",
+        ("fig7",),
+        (best_sizes,),
+    ),
+    Statement(
+        "5.2",
+        "Iterations over Gloo spread more than over NCCL, and Gloo's all-reduces beyond 512 KB take "
+        "equally long.",
+        "Spread: the median over bucket sizes of half of p10 to p90 is larger. Equally long: totals from "
+        "512 KB on differ by at most 25 %. Other backends are not judged.",
+        ("fig2", "fig7"),
+        (flat_and_wide,),
+    ),
+    Statement(
+        "5.2",
+        "BERT has 15 times the parameters of ResNet-50.",
+        "The counted ratio is 12 to 18.",
+        ("fig6",),
+        (times_parameters,),
+    ),
+    Statement(
+        "5.2",
+        "From 16 to 32 GPUs, 0 MB becomes visibly slower; above 5 MB nothing does.",
+        "With more ranks 0 MB takes more than 10 % longer, and 25 MB does not. Not judged where forward, "
+        "which sends nothing, takes half as long again: there ranks share cores.",
+        ("fig7", "fig8"),
+        (more_ranks,),
+        "twice as many ranks, each with a core or a GPU of its own",
+        "srun -n 32 collectives bench paper all --device cuda --nproc 16,32 --json DIR",
+    ),
+    Statement(
+        "5.3",
+        "With NCCL an iteration of ResNet-50 takes twice as long on 256 GPUs as on one: they are worth 128.",
+        "1.5 to 2.5 times as long on 256 ranks.",
+        ("fig9",),
+        (slowdown("nccl"),),
+        *_on_gpus(256, "fig9"),
+    ),
+    Statement(
+        "5.3",
+        "With Gloo 256 GPUs take 3 times (ResNet-50) and 6 times (BERT) as long: the network limits.",
+        "2 to 4.5 times, and 4.5 to 9 times, on 256 ranks. With fewer the times are shown.",
+        ("fig9",),
+        (slowdown("gloo"),),
+        *_on_gpus(256, "fig9", " --backends torch:gloo"),
+    ),
+    Statement(
+        "5.3",
+        "BERT over NCCL was slower on 16 GPUs than on 32, perhaps by a slow link.",
+        "16 GPUs take more than 10 % longer. A link that is not slow refutes it.",
+        ("fig9",),
+        (dearer_link,),
+        *_on_gpus(32, "fig9", " --nproc 16,32"),
+    ),
+    Statement(
+        "5.3",
+        "Synchronising every 8 iterations saves 38 % (NCCL) and 57 % (Gloo) for ResNet-50 on 256 GPUs.",
+        "It saves more than 10 % of the mean iteration, on any ranks.",
+        ("fig10",),
+        (skipping_saves,),
+    ),
+    Statement(
+        "5.3",
+        "With NCCL iterations suddenly take longer from 128 to 256 GPUs, however often they synchronise.",
+        "Mean iterations take more than 25 % longer with every interval.",
+        ("fig10",),
+        (jump,),
+        *_on_gpus(256, "fig10", " --nproc 128,256"),
+    ),
+    Statement(
+        "5.3",
+        "Skipped synchronisations cost no loss at rate 0.02 with batches of 8, but do at 0.06 with 256.",
+        "The mean loss of the last tenth, every 8 iterations against each: in (a) at most 10 % higher, in "
+        "(b) more. The paper trains a ResNet on MNIST. For that stand in: a residual network of nine layers "
+        "and 131 K parameters, and, without `--images`, scikit-learn's 1,797 digits of 8 x 8 pixels.",
+        ("fig11",),
+        (loss_at_the_end,),
+    ),
+    Statement(
+        "5.4",
+        "Three groups in turn: BERT over NCCL is 33 % faster on 16 GPUs, ResNet-50 over NCCL no different,"
+        " ResNet-50 over Gloo faster.",
+        "Faster: three save more than noise of one. No different: within 10 %. Others are not judged.",
+        ("fig12",),
+        (lanes_in_turn,),
+    ),
+    Statement(
+        "6.1",
+        "NCCL is considerably faster than Gloo, and the best bucket grows with the model, but by less.",
+        "NCCL takes 10 % less time than Gloo with the same model and ranks. The best bucket of the largest"
+        " model is no smaller than the smallest model's, and grows by no more than the parameters. Not "
+        "judged where sizes from 5 MB on do not differ by 10 % with either.",
+        ("fig7", "fig9"),
+        (nccl_or_gloo, sublinear),
+        "GPUs",
+        "torchrun --nproc-per-node 8 --no-python collectives bench paper all --device cuda --backends "
+        "nccl,torch:gloo --json DIR",
+    ),
+    Statement(
+        "1, 7",
+        "The techniques came with PyTorch 1.1; the paper describes 1.5.",
+        "history, which no measurement shows. [Ideas of the paper](internals/paper-ideas.md) has what is "
+        "here.",
+    ),
+)
+"""All statements with a number, in the paper's order."""
+
+
+def report_lines(kept: Mapping[str, Report]) -> Iterator[str]:
+    """Yields the report.
+
+    Args:
+        kept: the figures that were measured, by name; at least one.
+    """
+    figures: Figures = {name: figure.records for name, figure in kept.items()}
+    yield "# The paper's evaluation, measured again"
+    yield ""
+    yield (
+        "What *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (VLDB 2020) says "
+        "with a number, and what the ranks below show of it. `collectives bench paper report --json DIR` "
+        "makes this page of the samples that DIR keeps, and of nothing else; [The paper's "
+        "figures](guide/paper-figures.md) tells how they are measured."
+    )
+    yield ""
+    if any(figure.options.get("quick") for figure in kept.values()):
+        yield (
+            "**These samples are of a trial with `--quick` on a machine with the load below: small models "
+            "and few iterations. They show the form of the page; what holds there says nothing.**"
+        )
+        yield ""
+    yield from _rules()
+    yield from _measured_with(kept)
+    yield "## The statements"
+    for number, statement in enumerate(STATEMENTS, start=1):
+        yield from ["", f"### {number}. {statement.says}", ""]
+        yield from _statement(statement, figures)
+    yield from ["", "## What follows for a training job", ""]
+    yield from advice_lines(figures)
+    yield from ["", "## What priorities among gradients could save", ""]
+    yield (
+        "Section 7 names schedulers that send first what the next forward needs first. This bounds what "
+        "they could save here: communication takes nothing from computation, forward takes half as long as"
+        f" backward, and a wrapper could wait layer by layer at no cost. Above {NOTICEABLE:.0%} it is worth"
+        " a trial."
+    )
+    yield ""
+    yield from priority_lines(figures)
+    yield from ["", "## The measurements"]
+    for name, records in figures.items():
+        yield from ["", f"`{name}`:", "", "```text"]
+        yield from list(lines_of(figure_tables(records)))[1:]
+        yield "```"
+
+
+def _rules() -> Iterator[str]:
+    yield "## How a statement is judged"
+    yield ""
+    yield (
+        "The rules are part of the program, which was written before it had samples to judge. Each "
+        "statement has its own, stated with it; for all of them:"
+    )
+    yield ""
+    yield (
+        "- A time is the slowest rank's, and the median over iterations or calls, without the iterations "
+        "in which wrapper and samples were made anew."
+    )
+    yield (
+        f"- Two times differ where one is more than {NOTICEABLE:.0%} longer. Where a rule speaks of noise, "
+        "the difference also exceeds half of the range from p10 to p90 of the slower series."
+    )
+    yield (
+        "- The paper's percentages are of 16 to 256 GPUs. On other ranks a rule asks for the direction, "
+        "and not for the number."
+    )
+    yield (
+        "- *Holds* and *does not* are said of each model and backend. Of a measurement that a statement "
+        "says nothing of, none is said."
+    )
+    yield ""
+
+
+def _measured_with(kept: Mapping[str, Report]) -> Iterator[str]:
+    yield "## What was measured"
+    yield ""
+    environment = next(iter(kept.values())).environment
+    system = f"{environment['system']}, {environment['memory_bytes'] / 2**30:.0f} GiB"
+    yield f"On: {made_with(environment, {})}; {system}. The load is that of the machine just before."
+    yield ""
+    yield "| figure | load | command |"
+    yield "|---|---|---|"
+    for name, figure in kept.items():
+        yield f"| {name} | {figure.environment['load_average_1min']:.1f} | `{figure.command()}` |"
+    yield ""
+
+
+def _statement(statement: Statement, figures: Figures) -> Iterator[str]:
+    if not statement.judges:
+        yield f"Section {statement.section}. Nothing is measured: {statement.rule}"
+        return
+    yield f"Section {statement.section}; {', '.join(statement.figures)}. Holds where: {statement.rule}"
+    yield ""
+    missing = [name for name in statement.figures if not figures.get(name)]
+    findings = [] if missing else [found for judge in statement.judges for found in judge(figures)]
+    if findings:
+        yield "| where | measured | |"
+        yield "|---|---|---|"
+        for found in findings:
+            yield f"| {found.where} | {found.here} | {_result(found)} |"
+    if all(found.holds is None for found in findings):
+        if findings:
+            yield ""
+        why = f"no samples of {', '.join(missing)}" if missing else f"needs {statement.needs}"
+        yield f"Cannot be tried on these ranks: {why}. There:"
+        yield ""
+        yield f"    {statement.command}"
+
+
+def _result(found: Finding) -> str:
+    if found.holds is None:
+        return ""
+    if found.holds:
+        return "holds"
+    return f"does not, because {found.because}" if found.because else "does not"
+
+
+def advice_lines(figures: Figures) -> Iterator[str]:
+    """Yields a line for each choice that the figures decide."""
+    buckets = [*figures.get("fig7", ()), *figures.get("fig8", ())]
+    yield from dict.fromkeys(f"- {where(record)}: {_size(record)}." for record in buckets)
+    for record in figures.get("fig10", ()):
+        saved = gain(means(record), f"every {INTERVALS[-1]}", f"every {INTERVALS[0]}")
+        say = "accumulate gradients" if saved > NOTICEABLE else "synchronise every iteration"
+        yield f"- {where(record)}: {say}; every {INTERVALS[-1]} iterations saves {saved:.0%}."
+    for record, worth in speedups(figures) if "fig9" in figures else ():
+        yield f"- {where(record)}: worth {worth:.2f} single ranks."
+
+
+def _size(record: Measured) -> str:
+    """Returns the size of buckets to take: the default one, where none saves more than noise over it."""
+    times = medians(record)
+    best = min(times, key=lambda name: times[name])
+    if is_faster(record, best, _DEFAULT):
+        return f"buckets of {best}, which save {gain(times, best, _DEFAULT):.0%} over {_DEFAULT}"
+    slower = [
+        f"{name} takes {times[name] / times[_DEFAULT] - 1:.0%} longer"
+        for name in times
+        if is_faster(record, _DEFAULT, name)
+    ]
+    return "; ".join([f"buckets of {_DEFAULT}, the default, as no size is noticeably faster", *slower])
+
+
+MIB = 1 << 20
+
+PIECES_MB = (25.0, 4.0, 1.0, 0.25)
+"""Sizes of buckets, which are the pieces among which priorities choose."""
+
+FORWARD = 0.5
+"""Time of forward as part of backward's, of which figure 2 has the times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient of the model, in the order in which they are ready.
+
+    Attributes:
+        ready_s: when it is, from the beginning of backward.
+        parameters: number of its elements.
+    """
+
+    ready_s: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What an all-reduce takes.
+
+    Attributes:
+        message_s: whatever its size.
+        parameter_s: for each parameter in addition.
+    """
+
+    message_s: float
+    parameter_s: float
+
+    def of(self, parameters: int) -> float:
+        """Returns the seconds of one of so many parameters."""
+        return self.message_s + parameters * self.parameter_s
+
+    @classmethod
+    def measured(cls, counts: Sequence[int], totals_s: Sequence[float], parameters: int) -> Costs:
+        """Returns those of a sweep: by its best total, and by what its smallest all-reduces take in addition.
+
+        Args:
+            counts: parameters of each all-reduce.
+            totals_s: of all of them, by count.
+            parameters: in all.
+        """
+        parameter_s = min(totals_s) / parameters
+        message_s = counts[0] * (totals_s[0] / parameters - parameter_s)
+        return cls(max(0.0, message_s), parameter_s)
+
+
+def forward_ends_s(
+    gradients: Sequence[Gradient], costs: Costs, piece_mb: float, *, by_layer: bool, priorities: bool
+) -> float:
+    """Returns when the next forward is over, from the beginning of backward.
+
+    Args:
+        gradients: of the model; forward needs them in the opposite order.
+        costs: of all-reduces.
+        piece_mb: size at which a piece is full; a larger gradient is sent in several.
+        by_layer: whether a layer waits for its own gradients only, and not for all.
+        priorities: whether of the pieces that are ready the one is sent that forward needs first, and not the
+            one that was ready first.
+    """
+    done = _ends(gradients, costs, int(piece_mb * MIB / BYTES), priorities)
+    now = backward_s = gradients[-1].ready_s
+    if not by_layer:
+        now = max(now, *done)
+    for place in reversed(range(len(gradients))):
+        begun_s = gradients[place - 1].ready_s if place else 0.0
+        now = max(now, done[place]) + FORWARD * (gradients[place].ready_s - begun_s)
+    return max(now, (1 + FORWARD) * backward_s)
+
+
+def _ends(gradients: Sequence[Gradient], costs: Costs, full: int, priorities: bool) -> list[float]:
+    """Returns when each gradient is averaged."""
+    pieces = list(_pieces(gradients, full))
+    done = [0.0] * len(gradients)
+    waiting: list[tuple[int, int]] = []
+    now, coming = 0.0, 0
+    while coming < len(pieces) or waiting:
+        if not waiting:
+            now = max(now, gradients[pieces[coming][0][-1]].ready_s)
+        while coming < len(pieces) and gradients[pieces[coming][0][-1]].ready_s <= now:
+            needed = -pieces[coming][0][-1] if priorities else 0
+            heapq.heappush(waiting, (needed, coming))
+            coming += 1
+        members, parameters = pieces[heapq.heappop(waiting)[1]]
+        now += costs.of(parameters)
+        for place in members:
+            done[place] = max(done[place], now)
+    return done
+
+
+def _pieces(gradients: Sequence[Gradient], full: int) -> Iterator[tuple[list[int], int]]:
+    """Yields the gradients that lie in each piece, and its parameters, in the order of readiness."""
+    members: list[int] = []
+    held = 0
+    for place, gradient in enumerate(gradients):
+        members.append(place)
+        held += gradient.parameters
+        while held > full:
+            yield list(members), full
+            members, held = [place], held - full
+        if held == full or (place == len(gradients) - 1 and held):
+            yield members, held
+            members, held = [], 0
+
+
+def priority_lines(figures: Figures) -> Iterator[str]:
+    """Yields the schedules side by side for each backend, where figure 2 was measured."""
+    ready = [record for record in figures.get("fig2", ()) if record.cell["kind"] == "ReadyGradients"]
+    if not ready:
+        yield "No samples of fig2."
+        return
+    ready_s = np.median(ready[0].samples["ready_ns"], axis=0) / 1e9
+    sizes = reversed(ready[0].samples["sizes"])
+    gradients = [Gradient(float(s), size) for s, size in zip(ready_s, sizes, strict=True)]
+    yield (
+        f"Backward of {ready[0].cell['model']} and the next forward, in ms, with pieces of the best of "
+        f"{', '.join(f'{size:g}' for size in PIECES_MB)} MB: forward after all averages, as it is; layers "
+        "that wait for their own; and the piece first that forward needs first, too."
+    )
+    yield ""
+    yield "| backend | as it is | by layer | with priorities | saved by layer | by priorities, too |"
+    yield "|---|---|---|---|---|---|"
+    for record, totals in sweeps(figures):
+        cell = record.cell
+        costs = Costs.measured(cell["counts"], [total / 1e9 for total in totals], cell["parameters"])
+        best = [
+            _best(gradients, costs, by_layer=by_layer, priorities=priorities)
+            for by_layer, priorities in ((False, False), (True, False), (True, True))
+        ]
+        times_s = [seconds for seconds, _ in best]
+        row = [f"{1e3 * seconds:.0f} ({size:g} MB)" for seconds, size in best]
+        for before, after in pairwise(times_s):
+            saved = 1 - after / before
+            row.append(f"{saved:.0%}: {'worth a trial' if saved > NOTICEABLE else 'not worth it'}")
+        yield f"| {backend_of(record)} | {' | '.join(row)} |"
+
+
+def _best(
+    gradients: Sequence[Gradient], costs: Costs, *, by_layer: bool, priorities: bool
+) -> tuple[float, float]:
+    """Returns the shortest time of a schedule, and the size of pieces that has it."""
+    return min(
+        (forward_ends_s(gradients, costs, size, by_layer=by_layer, priorities=priorities), size)
+        for size in PIECES_MB
+    )
