@@ -30,7 +30,7 @@ import torch
 from collectives.backends.nccl.device import CudaDevice, Stream
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.in_flight import Replays
-from collectives.backends.nccl.library import (
+from collectives.backends.nccl.libnccl import (
     UNIQUE_ID_BYTES,
     Communicator,
     NcclDataType,

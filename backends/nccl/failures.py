@@ -26,7 +26,7 @@ from collectives.backends._shared.exit_reasons import (
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.in_flight import PendingOperation
-from collectives.backends.nccl.library import NcclError, NcclStatus
+from collectives.backends.nccl.libnccl import NcclError, NcclStatus
 from collectives.core.work import without_frames
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 from collectives.logs import Log

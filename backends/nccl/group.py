@@ -25,7 +25,7 @@ from collectives.backends.nccl.communicators import (
 from collectives.backends.nccl.device import CudaDevice, Event, Stream, UsedDevices
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.in_flight import PendingOperation, has_ended, pause
-from collectives.backends.nccl.library import Communicator, NcclError, NcclLibrary
+from collectives.backends.nccl.libnccl import Communicator, NcclError, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.operations import FLOAT8_VERSION, CallSequence, capabilities_on
 from collectives.backends.nccl.options import NcclConfig, Options, checked_options

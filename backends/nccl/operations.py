@@ -1,6 +1,6 @@
 """What NCCL can reduce, and how each operation is made of its calls.
 
-NCCL computes with the types of :data:`~collectives.backends.nccl.library.DATA_TYPES`. Beyond those, a
+NCCL computes with the types of :data:`~collectives.backends.nccl.libnccl.DATA_TYPES`. Beyond those, a
 complex number is two real ones for SUM, AVG and PREMUL_SUM, and a bool is a byte of 0 or 1, of which the
 maximum is the logical "or" and the minimum the logical "and".
 
@@ -20,7 +20,7 @@ import torch
 
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.nccl.device import CudaDevice, Stream
-from collectives.backends.nccl.library import DATA_TYPES, REDUCTIONS, Communicator, NcclDataType, NcclRedOp
+from collectives.backends.nccl.libnccl import DATA_TYPES, REDUCTIONS, Communicator, NcclDataType, NcclRedOp
 from collectives.core.arguments.staging import is_dense
 from collectives.core.capabilities import OPERATIONS, Capabilities
 from collectives.core.operations import Call

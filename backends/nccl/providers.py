@@ -27,7 +27,7 @@ from typing import Final
 import torch
 
 from collectives.backends.nccl.device import mapped_files
-from collectives.backends.nccl.library import NcclLibrary, ProviderError, version_text
+from collectives.backends.nccl.libnccl import NcclLibrary, ProviderError, version_text
 from collectives.errors import DistBackendError
 
 __all__ = ["PROVIDERS", "PROVIDER_VARIABLE", "describe", "load", "loaded_files", "unavailable"]

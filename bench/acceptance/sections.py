@@ -25,7 +25,7 @@ import collectives
 import collectives._native as _native
 from collectives.backends.nccl import ProcessGroupNCCL, providers
 from collectives.backends.nccl.device import CudaDevice, Stream
-from collectives.backends.nccl.library import NcclLibrary
+from collectives.backends.nccl.libnccl import NcclLibrary
 from collectives.backends.nccl.providers import loaded_files
 from collectives.bench import ddp
 from collectives.bench.acceptance import failures, streams

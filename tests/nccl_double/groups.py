@@ -17,7 +17,7 @@ import torch
 from harness import current_store, run_ranks
 
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
-from collectives.backends.nccl.library import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl import Communicator, NcclLibrary
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
 from nccl_double import NcclDouble, cuda, do
 from nccl_double.device import DoubleDevice, tensors_on_device, watch_as_one

@@ -126,7 +126,7 @@ class MpiGroup {
            nb::object operations, nb::object message_numbers, int spins,
            std::shared_ptr<OperationRecord> record, Nanoseconds timeout, nb::list unfinished)
       : collectives_(collectives),
-        messages_{collectives.library, messages, collectives.rank, collectives.size},
+        messages_{collectives.mpi, messages, collectives.rank, collectives.size},
         tags_(static_cast<unsigned>(largest_tag) / 2),
         operations_(std::move(operations)),
         message_numbers_(std::move(message_numbers)),
@@ -170,7 +170,7 @@ class MpiGroup {
     const std::size_t bytes = view->count * size_of(view->dtype);
     if (bytes > kFastBytes) return nb::bool_(false);
     auto message = std::make_unique<MpiMessage>(messages_.messages(), sends, view->data,
-                                                static_cast<int>(bytes), messages_.library.byte, peer, tag);
+                                                static_cast<int>(bytes), messages_.mpi.byte, peer, tag);
     const long number = next_number(message_numbers_);
     auto in_flight =
         std::make_shared<InFlight>(std::move(message), number, nb::make_tuple(sends, tensor, peer, tag));
@@ -315,10 +315,10 @@ void bind_mpi(nb::module_& module) {
              nb::list unfinished) {
             const auto& [isend, irecv, test, testall, get_count, cancel] = functions;
             const auto& [handle_bytes, status_bytes] = bytes;
-            const MpiLibrary library{isend,  irecv,        test,         testall, get_count,
-                                     cancel, handle_bytes, status_bytes, byte};
+            const MpiLibrary mpi{isend,  irecv,        test,         testall, get_count,
+                                 cancel, handle_bytes, status_bytes, byte};
             new (self)
-                MpiGroup({library, collectives, rank, size}, messages, largest_tag, std::move(operations),
+                MpiGroup({mpi, collectives, rank, size}, messages, largest_tag, std::move(operations),
                          std::move(message_numbers), spins, shared.record, timeout, std::move(unfinished));
           },
           nb::arg("functions"), nb::arg("bytes"), nb::arg("byte"), nb::arg("collectives"),

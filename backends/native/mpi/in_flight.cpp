@@ -191,7 +191,7 @@ void MpiCollective::cut_into_chunks(std::size_t item) {
 // Begins with the next rank, so that not all send to the same one first.
 template <class Sent, class Received>
 int MpiCollective::exchange(MpiMessages& messages, int tag, Sent sent, Received received) {
-  const std::uintptr_t byte = communicator_.library.byte;
+  const std::uintptr_t byte = communicator_.mpi.byte;
   const auto each = [&](Part part, auto move) {
     for (std::size_t begin = 0; begin < part.bytes; begin += kMessageBytes) {
       const std::size_t bytes = std::min(kMessageBytes, part.bytes - begin);
@@ -232,7 +232,7 @@ int MpiCollective::begin(std::size_t chunk) {
 int MpiCollective::begin_barrier_round() {
   const int size = communicator_.size;
   const int rank = communicator_.rank;
-  const std::uintptr_t byte = communicator_.library.byte;
+  const std::uintptr_t byte = communicator_.mpi.byte;
   if (distance_ >= size) return kMpiSuccess;
   MpiMessages& messages = *window_[0].messages;
   const int source = (rank - distance_ + size) % size;

@@ -25,12 +25,12 @@ namespace collectives {
 
 // A communicator of an MPI library, and the place of this process in it.
 struct MpiCommunicator {
-  MpiLibrary library;
+  MpiLibrary mpi;
   std::uintptr_t handle;
   int rank;
   int size;
 
-  std::unique_ptr<MpiMessages> messages() const { return make_messages(library, handle); }
+  std::unique_ptr<MpiMessages> messages() const { return make_messages(mpi, handle); }
 };
 
 // Memory for what other ranks send, kept from one operation to the next. Any thread may call.

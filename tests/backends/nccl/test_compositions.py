@@ -22,7 +22,7 @@ from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends import nccl
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.device import CudaDevice
-from collectives.backends.nccl.library import NcclError
+from collectives.backends.nccl.libnccl import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
 from collectives.registry.backends import GroupOptions

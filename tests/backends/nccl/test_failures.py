@@ -34,7 +34,7 @@ from collectives import (
     ProcessGroup,
 )
 from collectives.backends.nccl import communicators
-from collectives.backends.nccl.library import NcclError
+from collectives.backends.nccl.libnccl import NcclError
 from collectives.core.types import AllreduceOptions, make_premul_sum
 from collectives.store import TCPStore
 

@@ -12,7 +12,7 @@ from nccl_double import LastCall, NcclDouble
 from nccl_double.groups import PROVIDERS, connected, on
 
 from collectives.backends.nccl import providers
-from collectives.backends.nccl.library import (
+from collectives.backends.nccl.libnccl import (
     DATA_TYPES,
     Communicator,
     NcclConfig,

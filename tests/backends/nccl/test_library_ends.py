@@ -17,7 +17,7 @@ from nccl_double import NcclDouble
 from nccl_double.groups import PROVIDERS, connected, on, shared_id
 
 from collectives.backends.nccl import providers
-from collectives.backends.nccl.library import (
+from collectives.backends.nccl.libnccl import (
     Communicator,
     NcclDataType,
     NcclError,

@@ -16,7 +16,7 @@ from nccl_double.groups import PROVIDERS, shared_id
 
 from collectives import DistBackendError
 from collectives.backends.nccl import providers
-from collectives.backends.nccl.library import NcclConfig
+from collectives.backends.nccl.libnccl import NcclConfig
 from collectives.backends.nccl.providers import loaded_files
 
 pytestmark = [mark for provider in PROVIDERS for mark in provider.marks]

@@ -14,7 +14,7 @@ from nccl_double.groups import PROVIDERS, load, on, run_over_double, shared_id
 
 from collectives import DistBackendError
 from collectives.backends.nccl import providers
-from collectives.backends.nccl.library import NcclError, NcclLibrary, NcclStatus
+from collectives.backends.nccl.libnccl import NcclError, NcclLibrary, NcclStatus
 
 GPU = 0x98000
 

@@ -13,7 +13,7 @@ from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, register_over_double, run_over_double
 
 from collectives.backends.nccl import providers
-from collectives.backends.nccl.library import NcclError
+from collectives.backends.nccl.libnccl import NcclError
 from collectives.torch_bridge import register_backend
 
 
