@@ -209,21 +209,20 @@ class MessageGlooWork(OperationWork):
             # Gloo's wait cannot be called again after it returned, so that must not be missed: the handler
             # of a signal that comes meanwhile raises behind this statement, not within it.
             returned.extend(map(self._inner.wait, (_at_least_1_ms(left),)))
-            if self._source == -1:
-                self._source = int(self._inner._source_rank())  # the public name is deprecated
-        except (DistError, ValueError) as own_error:  # of a message of this rank to itself
-            error = own_error
-        except RuntimeError as gloo_error:
-            error = self._owner.failed(self.operation, gloo_error)
-            error.__cause__ = gloo_error
-        except BaseException as signal:
-            if not returned:
+        except BaseException as raised:
+            if returned:
+                interruption = raised
+            elif isinstance(raised, (DistError, ValueError)):  # of a message of this rank to itself
+                error = raised
+            elif isinstance(raised, RuntimeError):
+                error = self._owner.failed(self.operation, raised)
+                error.__cause__ = raised
+            else:
                 self._claim.release()
                 self._wait_in_thread()
                 raise
-            interruption = signal
-            if self._source == -1:
-                self._source = int(self._inner._source_rank())
+        if returned and self._source == -1:
+            self._source = int(self._inner._source_rank())  # the public name is deprecated
         self._inner = None  # it holds the connections
         self._recorded.end(error)
         self._error = error
