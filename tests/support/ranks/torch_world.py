@@ -15,6 +15,10 @@ BACKEND = os.environ.get("COLLECTIVES_TEST_TORCH_BACKEND", "collectives")
 
 register_backend("collectives_gloo", "gloo")
 
+_torchs: list[dist.ProcessGroup] = []
+"""Groups of torch's Gloo, for the life of the process: one whose last reference a callback on its own thread
+drops, after ``destroy_process_group``, joins that thread from itself, and the process is aborted."""
+
 
 def run_torch(body, size=2, *args, backend=BACKEND, init=None, **options):
     """Runs ``body(rank, size, *args)`` with the default group of torch; returns the results by rank.
@@ -36,6 +40,7 @@ def _in_world(rank, size, body, args, path, backend, init):
     store = dist.FileStore(path, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **init)
     if backend == "gloo":
+        _torchs.append(dist.group.WORLD)
         # torch's own returns once this rank is connected; one that leaves now fails those that are not
         store.set(f"connected/{rank}", b"")
         store.wait([f"connected/{one}" for one in range(size)])
