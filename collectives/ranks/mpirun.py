@@ -1,7 +1,4 @@
-"""Ranks that ``mpirun`` starts, and the choice between those and spawned ones.
-
-``python -m collectives.ranks.mpirun ADDRESS`` is the program that ``mpirun`` starts for each rank.
-"""
+"""Ranks that ``mpirun`` starts, and the choice between those and spawned ones."""
 
 from __future__ import annotations
 
@@ -14,16 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.ranks.processes import CommandRanks, RankProcesses, SpawnedRanks, connect, run_body
-
-__all__ = [
-    "Mpirun",
-    "find_mpirun",
-    "needs_mpirun",
-    "start_ranks",
-    "start_under_mpirun",
-    "world_rank",
-]
+from collectives.ranks.processes import CommandRanks, RankProcesses, SpawnedRanks, work_of
 
 _NEEDS_MPIRUN = "mpi"
 
@@ -150,18 +138,6 @@ def world_rank() -> int:
     return int(next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ))
 
 
-def start_under_mpirun(
-    size: int, body: Callable[..., None], args: tuple[Any, ...], mpirun: Mpirun | None = None
-) -> RankProcesses:
-    """Returns ranks under ``mpirun``; arguments and errors as of :func:`start_ranks`."""
-    mpirun = mpirun or find_mpirun()
-    if mpirun is None:
-        raise FileNotFoundError("there is no mpirun")
-    # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
-    command = mpirun.command(size, sys.executable, "-m", "mpi4py", "-m", "collectives.ranks.mpirun")
-    return CommandRanks(size, command, mpirun.environment(size), (body, args))
-
-
 def start_ranks(
     backends: Sequence[str],
     size: int,
@@ -182,18 +158,11 @@ def start_ranks(
         RankFailedError: they could not be started.
         FileNotFoundError: a backend needs ``mpirun``, and there is none.
     """
-    if any(map(needs_mpirun, backends)):
-        return start_under_mpirun(size, body, args, mpirun)
-    return SpawnedRanks(size, body, args)
-
-
-def _main(words: Sequence[str]) -> None:
-    (address,) = words
-    rank = world_rank()
-    with connect(address, rank) as connection:
-        body, args = connection.recv()
-        run_body(rank, connection, body, args)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])
+    if not any(map(needs_mpirun, backends)):
+        return SpawnedRanks(size, body, args)
+    mpirun = mpirun or find_mpirun()
+    if mpirun is None:
+        raise FileNotFoundError("there is no mpirun")
+    # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
+    command = mpirun.command(size, sys.executable, "-m", "mpi4py", "-m", "collectives.ranks.launched")
+    return CommandRanks(size, command, mpirun.environment(size), work_of(body, args))

@@ -10,40 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import pickle
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, TextIO
 
-from torch.multiprocessing.spawn import ProcessContext, start_processes
-
-__all__ = [
-    "CommandRanks",
-    "NoAnswer",
-    "RankFailedError",
-    "RankProcesses",
-    "SpawnedRanks",
-    "commands",
-    "connect",
-    "run_body",
-    "signal_at_end_of_parent",
-]
+import cloudpickle
+from torch.distributed import DistError
 
 _SET_PDEATHSIG = 1
 
 GRACE_S = 2.0
 """How long a rank that was told to end may take before it is killed."""
+
+FOLLOWERS_S = 1.0
+"""How long to wait for further ranks after one has failed: the first that tells may not be the cause."""
 
 
 class RankFailedError(RuntimeError):
@@ -67,6 +61,35 @@ class NoAnswer:
     """
 
     ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer of a rank that has failed.
+
+    Attributes:
+        rank: the rank; -1 where it is not known.
+        when_ns: when it failed, on the clock that all ranks of a machine share.
+        message: what became of it.
+        error: the exception, pickled; ``None`` where it cannot be, and where there is none.
+        follows: whether it may only be a consequence of another rank's failure.
+    """
+
+    rank: int
+    when_ns: int
+    message: str
+    error: bytes | None = None
+    follows: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failed:
+        """Returns the answer of a rank that has raised an error."""
+        try:
+            pickled = cloudpickle.dumps(error)
+        except Exception:  # noqa: BLE001 - an exception may hold anything
+            pickled = None
+        message = f"rank {rank} failed:\n\n{''.join(traceback.format_exception(error))}"
+        return cls(rank, time.monotonic_ns(), message, pickled, isinstance(error, DistError))
 
 
 def connect(address: str, rank: int) -> Connection:
@@ -95,10 +118,31 @@ def commands(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A process that is some ranks or starts them, and a handle that becomes readable when it ends."""
+
+    process: subprocess.Popen[bytes]
+    handle: int
+    ranks: Sequence[int]
+    leads_session: bool
+
+    def reap(self) -> None:
+        """Waits for its end, and ends what it has started and left behind in its session."""
+        if self.process.returncode is None:
+            wait([self.handle])
+            if self.leads_session:
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # not later: the number would be free for others
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
 class RankProcesses(ABC):
     """Ranks ``0`` to ``size - 1`` under one parent; a context manager that leaves no process behind.
 
-    A subclass starts the processes, each of which calls :func:`connect` with :attr:`address`, and ends them.
+    A subclass starts the processes, each of which calls :func:`connect` with :attr:`address`.
 
     Args:
         size: number of ranks.
@@ -124,6 +168,7 @@ class RankProcesses(ABC):
         self.address = f"{files}/{self._descriptor}"
         self._listener.listen(size)
         self._connections: dict[int, Connection] = {}
+        self._processes: list[_Started] = []
 
     def __enter__(self) -> RankProcesses:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
@@ -133,31 +178,38 @@ class RankProcesses(ABC):
     ) -> None:
         self.close(at_once=kind is not None)
 
-    @abstractmethod
-    def _sentinels(self) -> Sequence[int]:
-        """Returns handles, each of which becomes readable when a process ends."""
+    def _start(
+        self, words: Sequence[str], ranks: Sequence[int], leads_session: bool = False, **about: Any
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(  # noqa: S603 - the caller's command
+            words, stdin=subprocess.DEVNULL, start_new_session=leads_session, **about
+        )
+        self._processes.append(_Started(process, os.pidfd_open(process.pid), ranks, leads_session))
+        return process
 
     @abstractmethod
-    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:
-        """Returns what went wrong, given the handles of the processes that have ended."""
+    def _how_it_ended(self, ended: _Started) -> Failed:
+        """Returns what became of a process that has ended and told nothing."""
 
-    @abstractmethod
-    def _stop(self, grace_s: float) -> None:
-        """Waits ``grace_s`` seconds for the processes to end, then ends those that remain."""
-
-    def gather_connections(self) -> None:
-        """Waits until every rank has connected.
+    def _begin(self, command: Any) -> None:
+        """Waits until every rank has connected, and gives each its first command.
 
         Raises:
-            RankFailedError: a rank failed before.
+            RankFailedError: a rank failed before; all are ended.
         """
-        while len(self._connections) < self.size:
-            self._check(wait([self._listener, *self._sentinels()]))
-            self._listener.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                plug, _ = self._listener.accept()
-                connection = Connection(plug.detach())
-                self._connections[connection.recv()] = connection
+        try:
+            while len(self._connections) < self.size:
+                ready = wait([self._listener, *(one.handle for one in self._processes)])
+                self._fail([self._ended(one) for one in self._processes if one.handle in ready])
+                self._listener.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    plug, _ = self._listener.accept()
+                    connection = Connection(plug.detach())
+                    self._connections[connection.recv()] = connection
+            self.send(command)
+        except BaseException:
+            self.close(at_once=True)
+            raise
 
     def ask(self, command: Any) -> list[Any]:
         """Sends a command to all ranks and returns their answers in rank order; blocks until it has all.
@@ -171,27 +223,39 @@ class RankProcesses(ABC):
     def send(self, command: Any) -> None:
         """Sends a command to all ranks that still run."""
         for connection in self._connections.values():
-            with contextlib.suppress(BrokenPipeError):  # the rank has ended; its sentinel tells
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended; its handle tells
                 connection.send(command)
 
     def gather(self) -> list[Any]:
         """Returns one answer of each rank, in rank order; blocks until all have answered.
 
         Raises:
-            RankFailedError: a rank failed; the others are ended before this is raised.
+            RankFailedError: a rank failed; the others are ended before this is raised. Of several, the first
+                is taken, or the first whose failure does not follow from that of another.
         """
         answers: dict[int, Any] = {}
-        waiting = {connection: rank for rank, connection in self._connections.items()}
-        while waiting:
-            ready = wait([*waiting, *self._sentinels()])
-            for connection in [connection for connection in waiting if connection in ready]:
-                rank = waiting.pop(connection)
-                with contextlib.suppress(EOFError, ConnectionResetError):  # it has ended; its sentinel tells
+        failures: list[Failed] = []
+        waiting, running = dict(self._connections), list(self._processes)
+        deadline: float | None = None
+        while len(answers) < self.size and running:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            ready = wait([*waiting.values(), *(one.handle for one in running)], left)
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                connection = waiting.pop(rank)
+                with contextlib.suppress(EOFError, ConnectionResetError):  # it has ended; its handle tells
                     answers[rank] = connection.recv()
-            if waiting or len(answers) < self.size:
-                self._check(ready)
-        while len(answers) < self.size:
-            self._check(wait(self._sentinels()))
+                    if isinstance(answers[rank], Failed):
+                        failures.append(answers[rank])
+            told = {failed.rank for failed in failures}
+            for ended in [one for one in running if one.handle in ready and len(answers) < self.size]:
+                running.remove(ended)
+                if not told.intersection(ended.ranks):
+                    failures.append(self._ended(ended))
+            if failures and deadline is None:
+                deadline = time.monotonic() + FOLLOWERS_S
+        self._fail(failures)
         return [answers[rank] for rank in range(self.size)]
 
     def collect(self, timeout_s: float) -> list[Any]:
@@ -207,18 +271,46 @@ class RankProcesses(ABC):
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    answers[rank] = connection.recv()  # type: ignore[union-attr, call-arg]
+                    answer = connection.recv()  # type: ignore[union-attr, call-arg]
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = NoAnswer(ended=True)
+                    answer = NoAnswer(ended=True)
+                answers[rank] = NoAnswer(ended=True) if isinstance(answer, Failed) else answer
         return answers
 
-    def _check(self, ready: Sequence[object]) -> None:
-        """Raises when a process has ended among the handles in ``ready``, after it has ended all others."""
-        ended = set(ready) & set(self._sentinels())
-        if ended:
-            error = self._failure(ended)
-            self._stop(0.0)
-            raise error
+    def _ended(self, ended: _Started) -> Failed:
+        """Returns what became of a process that has ended: what its ranks have told last, or its status."""
+        ended.reap()
+        for connection in [self._connections[rank] for rank in ended.ranks if rank in self._connections]:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                while connection.poll():
+                    if isinstance(told := connection.recv(), Failed):
+                        return told
+        return self._how_it_ended(ended)
+
+    def _fail(self, failures: Sequence[Failed]) -> None:
+        """Ends the ranks and raises for the first of these, if there are any."""
+        if not failures:
+            return
+        self._stop(0.0)
+        first = min(failures, key=lambda failed: (failed.follows, failed.when_ns))
+        error = None
+        if first.error is not None:
+            with contextlib.suppress(Exception):  # its class may exist on the ranks only
+                error = pickle.loads(first.error)
+        raise RankFailedError(first.message, first.rank) from error
+
+    def _stop(self, grace_s: float) -> None:
+        """Waits ``grace_s`` seconds for the processes to end, then ends those that remain."""
+        for number, seconds in ((None, grace_s), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+            end = None if seconds is None else time.monotonic() + seconds
+            alive = [one.handle for one in self._processes if not wait([one.handle], 0)]
+            for handle in alive:
+                if number is not None:
+                    signal.pidfd_send_signal(handle, number)
+            for handle in alive:
+                wait([handle], None if end is None else max(0.0, end - time.monotonic()))
+        for one in self._processes:
+            one.reap()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the ranks; they see that and have a moment to leave by themselves; idempotent.
@@ -231,82 +323,78 @@ class RankProcesses(ABC):
         self._connections.clear()
         self._listener.close()
         self._stop(0.0 if at_once else GRACE_S)
+        for one in self._processes:
+            os.close(one.handle)
+        self._processes.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class SpawnedRanks(RankProcesses):
-    """Ranks started by ``torch.multiprocessing``.
+    """Ranks that are interpreters of their own.
 
     Each runs ``body(rank, connection, *args)``, then waits for the parent to close. A rank whose parent is
     gone is killed.
 
     Args:
         size: number of ranks.
-        body: function at the top level of a module.
-        args: its further arguments; pickled.
+        body: what each runs; it and its arguments travel by ``cloudpickle``.
+        args: its further arguments.
+        environment: of all ranks; ``None`` for that of this process.
+        labelled: whether what they print appears here line by line, behind ``[rank N]``.
     """
 
-    def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        body: Callable[..., None],
+        args: tuple[Any, ...] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        labelled: bool = False,
+    ) -> None:
+        work = work_of(body, args)
         super().__init__(size)
-        self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-            _spawned,
-            (self.address, body, args),
-            nprocs=size,
-            join=False,
-            daemon=True,
-            start_method="spawn",
-        )
+        self._readers: list[threading.Thread] = []
+        pipe = subprocess.PIPE if labelled else None
+        words = [sys.executable, "-m", "collectives.ranks.launched", self.address]
         try:
-            self.gather_connections()
+            for rank in range(size):
+                # a session of its own: Ctrl-C is for the parent, which ends the ranks
+                process = self._start(
+                    [*words, str(rank)], [rank], True, env=environment, stdout=pipe, stderr=pipe
+                )
+                for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    if source is not None:
+                        about = source, target, f"[rank {rank}] "
+                        self._readers.append(threading.Thread(target=_pass_on, args=about, daemon=True))
+                        self._readers[-1].start()
         except BaseException:
             self.close(at_once=True)
             raise
+        self._begin(work)
 
-    def _sentinels(self) -> Sequence[int]:
-        return [process.sentinel for process in self._context.processes]
-
-    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:
-        for process in self._context.processes:
-            if process.sentinel in ended:
-                process.join()  # its handle tells a moment before its status can be had
-        failed = [
-            (Path(file).stat().st_mtime_ns, rank)
-            for rank, file in enumerate(self._context.error_files)
-            if Path(file).exists()
-        ]
-        if failed:  # the first is the cause: others fail because it has gone
-            rank = min(failed)[1]
-            with Path(self._context.error_files[rank]).open("rb") as file:
-                return RankFailedError(f"rank {rank} failed:\n\n{pickle.load(file)}", rank)
-        for rank, process in enumerate(self._context.processes):
-            code = process.exitcode
-            if code is not None:
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"exited with status {code}"
-                )
-                return RankFailedError(f"rank {rank} {how} before its work was done", rank)
-        raise AssertionError("a process has ended, but none has an exit status")
-
-    def _stop(self, grace_s: float) -> None:
-        processes = self._context.processes
-        for end_it, seconds in ((None, grace_s), ("terminate", GRACE_S), ("kill", GRACE_S)):
-            alive = [process for process in processes if process.is_alive()]
-            for process in alive:
-                if end_it is not None:
-                    getattr(process, end_it)()
-            end = time.monotonic() + seconds
-            for process in alive:
-                process.join(max(0.0, end - time.monotonic()))
+    def _how_it_ended(self, ended: _Started) -> Failed:
+        (rank,), code = ended.ranks, ended.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return Failed(rank, time.monotonic_ns(), f"rank {rank} {how} before the function returned")
 
     def close(self, *, at_once: bool = False) -> None:
-        """Ends the ranks and removes the files that carried tracebacks."""
+        """Ends the ranks, and passes on what they have printed."""
         super().close(at_once=at_once)
-        for file in self._context.error_files:
-            Path(file).unlink(missing_ok=True)
+        for reader in self._readers:
+            reader.join(GRACE_S)  # a process that a rank has left behind may hold the pipe
+        self._readers.clear()
+
+
+def _pass_on(source: IO[bytes], target: TextIO, prefix: str) -> None:
+    """Writes the lines of a rank's output until it ends."""
+    with source:
+        for line in source:
+            text = line.decode(errors="replace")
+            target.write(f"{prefix}{text}" if text.endswith("\n") else f"{prefix}{text}\n")
+            target.flush()
 
 
 class CommandRanks(RankProcesses):
@@ -316,78 +404,52 @@ class CommandRanks(RankProcesses):
         size: number of ranks.
         command: the command; the address of the parent becomes its last word.
         environment: its environment.
-        args: sent to every rank first.
+        first: the first command to every rank.
 
     Raises:
         RankFailedError: the command ended before all ranks had connected.
     """
 
     def __init__(
-        self, size: int, command: Sequence[str], environment: Mapping[str, str], args: tuple[Any, ...]
+        self, size: int, command: Sequence[str], environment: Mapping[str, str], first: object
     ) -> None:
         super().__init__(size)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
         self._name = command[0]
-        self._process = subprocess.Popen(  # noqa: S603 - the caller's command
-            [*command, self.address],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
-        self._handle = os.pidfd_open(self._process.pid)
-        try:
-            self.gather_connections()
-            for connection in self._connections.values():
-                connection.send(args)
-        except BaseException:
-            self.close(at_once=True)
-            raise
+        words = [*command, self.address]
+        self._start(words, range(size), env=environment, stdout=self._output, stderr=subprocess.STDOUT)
+        self._begin(first)
 
-    def _sentinels(self) -> Sequence[int]:
-        return [self._handle]
-
-    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:  # noqa: ARG002
-        status = self._process.wait()
+    def _how_it_ended(self, ended: _Started) -> Failed:
         self._output.seek(0)
+        how = f"ended with status {ended.process.returncode} before its work was done"
         output = self._output.read().decode(errors="replace")
-        return RankFailedError(
-            f"{self._name} ended with status {status} before its work was done:\n\n{output}", -1
-        )
-
-    def _stop(self, grace_s: float) -> None:
-        for end_it, seconds in (
-            (None, grace_s),
-            (self._process.terminate, GRACE_S),
-            (self._process.kill, None),
-        ):
-            if end_it is not None:
-                end_it()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-                return
+        return Failed(-1, time.monotonic_ns(), f"{self._name} {how}:\n\n{output}")
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the ranks and the command."""
         super().close(at_once=at_once)
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
         self._output.close()
 
 
-def run_body(rank: int, connection: Connection, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Runs ``body(rank, connection, *args)`` and waits for the parent to close: an earlier end is a failure.
+def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[str], bytes]:
+    """Returns what another interpreter needs to call a function: its search path, and function and arguments.
 
-    Raises:
-        RuntimeError: the parent gives another command after the body has returned.
+    A function is pickled as a whole where that would not find its module, as a test's.
     """
-    body(rank, connection, *args)
-    for command in commands(connection):
-        raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    name = "__main__" if module is None else module.__name__
+    if name == "__main__" or name in cloudpickle.list_registry_pickle_by_value() or _can_be_found(name):
+        return sys.path, cloudpickle.dumps((function, args))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return sys.path, cloudpickle.dumps((function, args))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
-def _spawned(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-    signal_at_end_of_parent(signal.SIGKILL)  # torch's is one that a stopped process does not get
-    with connect(address, rank) as connection:
-        run_body(rank, connection, body, args)
+def _can_be_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -68,7 +68,7 @@ def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
 @without_cuda
 @pytest.mark.parametrize("program", ["allreduce", "collectives", "ddp"])
 def test_without_a_gpu_the_reason_is_told_before_ranks_start(program, capsys, monkeypatch):
-    monkeypatch.setitem(vars(sys.modules["collectives.ranks.processes"]), "start_processes", None)
+    monkeypatch.setitem(vars(sys.modules["collectives.ranks.processes"]), "subprocess", None)
     assert main(["bench", program, "--device", "cuda"]) == 1
     said = capsys.readouterr().err
     assert "tensors on cuda cannot be measured here: torch" in said

@@ -31,7 +31,7 @@ def test_answers_come_in_rank_order():
     with SpawnedRanks(2, bench_bodies.multiply, (10,)) as team:
         assert team.ask(1) == [10, 11]
         assert team.ask(2) == [20, 21]
-        pids = [process.pid for process in team._context.processes]
+        pids = [one.process.pid for one in team._processes]
         address = Path(team.address)
         assert address.is_socket()
     assert not address.exists()
@@ -45,7 +45,7 @@ def test_answers_come_in_rank_order():
     [
         ("raise", "ValueError: the first error, on rank 1"),
         ("kill", "rank 1 was killed by SIGKILL"),
-        ("leave", "rank 1 exited with status 0 before its work was done"),
+        ("leave", "rank 1 exited with status 0 before the function returned"),
     ],
 )
 def test_a_failing_rank_ends_all(how, message):
@@ -121,7 +121,7 @@ def test_running_ranks_have_no_files(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("preloaded_python")
 def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
     with barrier_memory(3) as path, SpawnedRanks(3, bench_bodies.cross, (3, path, 60)) as team:
-        pids = [process.pid for process in team._context.processes]
+        pids = [one.process.pid for one in team._processes]
         crossings = team.gather()
         with pytest.raises(
             RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
@@ -171,6 +171,6 @@ def test_a_command_that_does_not_listen_is_ended():
     script = f"from collectives.ranks.processes import connect; import sys; rank = 0\n{code}"
     begin = time.monotonic()
     with CommandRanks(1, [sys.executable, "-c", script, "0"], os.environ, ()) as team:
-        pid = team._process.pid
+        pid = team._processes[0].process.pid
     assert gone(pid)
     assert time.monotonic() - begin < 30
