@@ -280,14 +280,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         first = groups[0]
         if store is None and first.get_group_store() is not None:
             store = PrefixStore("round_robin", first.get_group_store())
-        super().__init__(
-            first.rank(),
-            first.size(),
-            timeout=first.timeout,
-            store=store,
-            group_name=group_name or "+".join(group.group_name for group in groups),
-            group_desc=group_desc,
-        )
+        name = group_name or "+".join(group.group_name for group in groups)
+        super().__init__(first, store, name, group_desc)
         self._global_ranks = first.global_ranks
         self._lanes = tuple(groups)
         self._turn = 0

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +25,15 @@ from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     DistError,
-    DistStoreError,
+    GroupAbortedError,
+    PeerLostError,
     ranks_in_words,
 )
 from collectives.logs import Log
-from collectives.store.records import demand, fetch, fetch_all, fields, publish
-from collectives.store.waiting import wait_for_keys
-
-__all__ = ["CheckedGroup"]
+from collectives.store.joining.agreement import exchange
+from collectives.store.records import demand, fetch, fields, publish
 
 log = Log()
-
-_LOOK_AGAIN = timedelta(seconds=1)
-"""How long ranks wait for each other before they look for deaths and aborts."""
 
 _LIBRARIES = frozenset({"collectives", "torch"})
 
@@ -46,8 +42,8 @@ class CheckedGroup(ForwardingGroup):
     """Runs the operations of another group, and raises where ranks call different collectives.
 
     Before each collective, every rank leaves a fingerprint of it (function, shapes, data type, reduction,
-    root, sequence number) in the group's store and compares those of all ranks; one round trip to the store
-    for each rank, so for debugging. Sends and receives run unchecked.
+    root, sequence number) in the group's store, where the last one compares them, which takes several round
+    trips to the store; so it is for debugging. Sends and receives run unchecked.
 
     Args:
         inner: the group; must have a store.
@@ -62,14 +58,7 @@ class CheckedGroup(ForwardingGroup):
             raise DistBackendError(
                 f"{inner.describe()} cannot be checked, because it was made without a store"
             )
-        super().__init__(
-            inner.rank(),
-            inner.size(),
-            timeout=inner.timeout,
-            store=store,
-            group_name=inner.group_name,
-            group_desc=inner.group_desc,
-        )
+        super().__init__(inner, store)
         self.inner = inner
         vars(self)["backend_type"] = inner.backend_type
         self._turns = itertools.count()
@@ -124,67 +113,69 @@ class CheckedGroup(ForwardingGroup):
         """Returns a key of the time since the ranks were connected last."""
         return f"check/{self._renewals}/{name}"
 
+    def issue(self, call: Call) -> Work:
+        """Compares the call with those of the other ranks, then issues it on the inner group."""
+        if call.operation is operations.ALL_REDUCE_COALESCED:
+            for tensor in call.outputs:
+                self._compare(call.as_(operations.ALL_REDUCE, [tensor]))
+        elif call.operation is operations.ALL_REDUCE_INTO_TENSOR:  # other ranks may call all_reduce
+            self._compare(call.as_(operations.ALL_REDUCE, call.inputs))
+        else:
+            self._compare(call)
+        return self.inner.issue(call)
+
     # ---- the comparison ------------------------------------------------------------------------------------
 
-    def _compare(
-        self, operation: str, timeout: timedelta | None, *, apart: Collection[str] = (), **about: Any
-    ) -> list[dict[str, Any]]:
-        """Waits for all ranks at this place of the order; returns what each of them calls, by rank.
+    def _compare(self, call: Call) -> None:
+        """Waits for all ranks at this place of the order, and raises where one calls something else.
 
-        Returns nothing where a rank has died or aborted: the operation itself raises what it knows of that.
-
-        Args:
-            operation: name of the function.
-            timeout: time limit; ``None`` for that of the group.
-            apart: names of arguments that the caller compares; the others must be equal.
-            about: the arguments.
+        Returns where a rank has died or aborted: the operation itself raises what it knows of that.
         """
-        turn = next(self._turns)
-        keys = [self._key(f"{turn}/{r}") for r in range(self._size)]
-        mine = {"function": operation, **about}
-        publish(self._store, keys[self._rank], [mine, _call_site()])
-        limit = self._timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        left = limit
-        while not wait_for_keys(self._store, keys, min(_LOOK_AGAIN, left)):
-            if self.inner.lost_ranks() or self._store.check([self._key("aborted")]):
-                return []
-            left = timedelta(seconds=deadline - time.monotonic())
-            if left <= timedelta():
-                self._report_missing(turn, keys, mine, limit)
-        table = fetch_all(self._store, keys, _call)
-        if turn:
-            # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
-            with contextlib.suppress(DistStoreError, RuntimeError):
-                self._store.delete_key(self._key(f"{turn - 1}/{self._rank}"))
-        different = _aspects([entry[0] for entry in table], apart)
-        if different:
-            self._report(turn, table, f"the ranks differ in {', '.join(different)}")
-        return [entry[0] for entry in table]
+        turn, mine = next(self._turns), _arguments(call)
+        limit = self._timeout if call.timeout is None else call.timeout
+        record = [mine, _call_site()]
+        try:
+            publish(self._store, self._key(f"last/{self._rank}"), record)
+            exchange(
+                self._store,
+                self._key(str(turn)),
+                self._rank,
+                range(self._size),
+                limit,
+                f"[rank {self._rank}] collective #{turn} on {self.describe()}:",
+                record=record,
+                check=self._checked,
+                combine=partial(_check_alike, turn),
+                late=CollectiveTimeoutError,
+                lost_ranks=self.inner.lost_ranks,
+                look=self._look_for_abort,
+            )
+        except (PeerLostError, GroupAbortedError):
+            return
+        except CollectiveMismatchError as error:
+            error.operation = mine["function"]
+            if os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1":
+                stack = "".join(traceback.format_stack())
+                log.of(self).error("collective #%d was called from:\n%s", turn, stack)
+            raise
+        except CollectiveTimeoutError as error:
+            raise self._missing(turn, mine, limit, error.missing_ranks) from None
 
-    def _report(self, turn: int, table: list[Any], reason: str) -> None:
-        if os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1":
-            stack = "".join(traceback.format_stack())
-            log.of(self).error("collective #%d was called from:\n%s", turn, stack)
-        lines = [f"  rank {r}: {_in_words(entry[0])}, called at {entry[1]}" for r, entry in enumerate(table)]
-        raise CollectiveMismatchError(
-            f"[rank {self._rank}] collective #{turn} on {self.describe()}: {reason}; nothing was sent\n"
-            + "\n".join(lines),
-            operation=table[self._rank][0]["function"],
-            sequence=turn,
-        )
+    def _look_for_abort(self) -> DistError | None:
+        return GroupAbortedError("a rank aborted it") if self._store.check([self._key("aborted")]) else None
 
-    def _report_missing(self, turn: int, keys: list[str], mine: dict[str, Any], limit: timedelta) -> None:
-        missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+    def _missing(
+        self, turn: int, mine: dict[str, Any], limit: timedelta, missing: Sequence[int]
+    ) -> CollectiveTimeoutError:
+        """Returns the error for ranks that did not come to this place of the order, with their last calls."""
         lines = []
         for r in missing:
-            before = self._key(f"{turn - 1}/{r}")
-            last = fetch(self._store, before, _call) if turn and self._store.check([before]) else None
-            lines.append(
-                f"  rank {r}: "
-                + (f"last called {_in_words(last[0])} at {last[1]}" if last else "called nothing yet")
-            )
-        raise CollectiveTimeoutError(
+            key, does = self._key(f"last/{r}"), "called nothing yet"
+            if self._store.check([key]):
+                call, site = fetch(self._store, key, self._checked)
+                does = f"last called {_in_words(call)} at {site}"
+            lines.append(f"  rank {r}: {does}")
+        return CollectiveTimeoutError(
             f"[rank {self._rank}] collective #{turn} on {self.describe()}: this rank calls "
             f"{_in_words(mine)}, but {ranks_in_words(missing)} called nothing within "
             f"{limit.total_seconds():g} s\n" + "\n".join(lines),
@@ -194,89 +185,78 @@ class CheckedGroup(ForwardingGroup):
             sequence=turn,
         )
 
-    def _compare_exchange(self, call: Call, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Compares an all-to-all: rank i sends j what j expects from i; counts in elements."""
-        operation = call.operation.name
-        apart = {"sent": list(sent), "received": list(received)}
-        calls = self._compare(operation, call.timeout, apart=apart, dtype=str(call.input.dtype), **apart)
-        for r, other in enumerate(calls):
-            for name in apart:
-                if not isinstance(counts := other.get(name), list) or len(counts) != self._size:
-                    raise DistStoreError(
-                        f"[rank {self._rank}] {operation} on {self.describe()}: rank {r} left {name} = "
-                        f"{counts!r} in the store instead of {self._size} numbers of elements; no other "
-                        "program may use the same store and prefix, and all ranks must run the same version"
-                    )
-        for i, sender in enumerate(calls):
-            for j, receiver in enumerate(calls):
-                out, expected = sender["sent"][j], receiver["received"][i]
-                if out != expected:
-                    raise CollectiveMismatchError(
-                        f"[rank {self._rank}] {operation} on {self.describe()}: rank {i} sends {out} "
-                        f"elements to rank {j}, which "
-                        f"expects {expected}; nothing was sent",
-                        operation=operation,
-                    )
+    def _checked(self, record: Any) -> tuple[dict[str, Any], str]:
+        """Checks what a rank calls, and where."""
+        demand(isinstance(record, list) and [type(part) for part in record] == [dict, str], f"{record!r}")
+        call, site = record
+        fields(call, function=str)
+        for name in filter(call.__contains__, _APART):
+            is_whole = isinstance(call[name], list) and len(call[name]) == self._size
+            demand(is_whole, f"{name} = {call[name]!r} instead of {self._size} numbers of elements")
+        return call, site
 
-    def issue(self, call: Call) -> Work:
-        """Compares the call with those of the other ranks, then issues it on the inner group."""
-        operation = call.operation
-        if operation is operations.ALL_REDUCE_COALESCED:
-            for tensor in call.outputs:
-                self._compare_call(call.as_(operations.ALL_REDUCE, [tensor]))
-        elif operation is operations.ALL_REDUCE_INTO_TENSOR:  # other ranks may call all_reduce
-            self._compare_call(call.as_(operations.ALL_REDUCE, call.inputs))
-        elif operation is operations.ALL_TO_ALL:
-            sent, received = ([tensor.numel() for tensor in list_] for list_ in (call.inputs, call.outputs))
-            self._compare_exchange(call, sent, received)
-        elif operation is operations.ALL_TO_ALL_SINGLE:
-            self._compare_exchange(call, call.input_splits or (), call.output_splits or ())
-        else:
-            self._compare_call(call)
-        return self.inner.issue(call)
 
-    def _compare_call(self, call: Call) -> None:
-        """Compares what all ranks must give alike."""
-        operation = call.operation
-        about: dict[str, Any] = {}
-        if operation.reduces:
-            about["op"] = repr(call.op)
-        if operation.rooted:
-            about["root"] = call.root
+_APART = ("sent", "received")
+"""Arguments that differ between ranks: rank i sends j what j expects from i, in elements."""
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """Returns what the ranks compare of a call."""
+    operation = call.operation
+    about: dict[str, Any] = {"function": operation.name}
+    if operation.reduces:
+        about["op"] = repr(call.op)
+    if operation.rooted:
+        about["root"] = call.root
+    if operation is operations.BARRIER:
+        return about
+    dtype = {"dtype": str(call.tensor.dtype)}
+    if operation is operations.ALL_TO_ALL_SINGLE:
+        return about | dtype | {"sent": call.input_splits, "received": call.output_splits}
+    if operation is operations.ALL_TO_ALL:
+        sent, received = ([tensor.numel() for tensor in list_] for list_ in (call.inputs, call.outputs))
+        return about | dtype | {"sent": sent, "received": received}
+    if operation.lists and not operation.rooted:
         each = call.outputs if operation.output is Operand.EACH else call.inputs
-        if Operand.EACH in {operation.output, operation.input} and not operation.rooted:
-            about |= {"dtype": str(call.tensor.dtype), "shapes": [list(tensor.shape) for tensor in each]}
-        elif operation is not operations.BARRIER:
-            about |= _tensor(call.tensor)
-        self._compare(operation.name, call.timeout, **about)
+        return about | dtype | {"shapes": [list(tensor.shape) for tensor in each]}
+    return about | {"shape": list(call.tensor.shape), **dtype, "device": call.tensor.device.type}
 
 
-def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
+def _check_alike(turn: int, table: Sequence[tuple[dict[str, Any], str]]) -> None:
+    """Raises where ranks call different collectives, or do not send each other what they expect."""
+    calls = [call for call, _ in table]
+    about: dict[str, Any] = {"operation": calls[0]["function"], "sequence": turn}
+    different = _aspects(calls)
+    if different:
+        lines = [f"  rank {r}: {_in_words(call)}, called at {site}" for r, (call, site) in enumerate(table)]
+        raise CollectiveMismatchError(
+            f"the ranks differ in {', '.join(different)}; nothing was sent\n" + "\n".join(lines), **about
+        )
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls if "sent" in sender else ()):
+            out, expected = sender["sent"][j], receiver["received"][i]
+            if out != expected:
+                raise CollectiveMismatchError(
+                    f"rank {i} sends {out} elements to rank {j}, which expects {expected}; nothing was sent",
+                    **about,
+                )
 
 
-def _aspects(calls: list[dict[str, Any]], apart: Collection[str]) -> list[str]:
-    """Returns the names of the entries in which the calls differ, but for those that are compared apart."""
+def _aspects(calls: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of the entries in which the calls differ."""
     first = calls[0]
     if any(call["function"] != first["function"] for call in calls):
         return ["function"]
     return [
         key
         for key, value in first.items()
-        if key not in apart and any(call.get(key) != value for call in calls)
+        if key not in _APART and any(call.get(key) != value for call in calls)
     ]
 
 
 def _in_words(call: dict[str, Any]) -> str:
     details = ", ".join(f"{key} {value}" for key, value in call.items() if key != "function")
     return f"{call['function']}({details})"
-
-
-def _call(record: Any) -> tuple[dict[str, Any], str]:
-    """Checks what a rank calls, and where."""
-    demand(isinstance(record, list) and [type(part) for part in record] == [dict, str], f"{record!r}")
-    fields(record[0], function=str)
-    return record[0], record[1]
 
 
 def _call_site() -> str:

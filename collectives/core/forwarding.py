@@ -17,8 +17,6 @@ from collectives.core.recording.flight_record import Totals, add_totals
 from collectives.core.work import Work
 from collectives.errors import DistError
 
-__all__ = ["ForwardingGroup", "group_behind"]
-
 
 def group_behind(group: object) -> ProcessGroup | None:
     """Returns the group of this package that ``group`` is, or that carries out torch's ``group``.
@@ -59,7 +57,26 @@ def _on_each(name: str) -> Any:
 
 
 class ForwardingGroup(ProcessGroup):
-    """Gives every collective and message to one of several groups, which a derived class chooses."""
+    """Gives every collective and message to one of several groups, which a derived class chooses.
+
+    Args:
+        first: one of the groups, whose ranks and time limit this one has.
+        store: key/value store of the whole.
+        group_name: name; ``None`` for that of ``first``.
+        group_desc: free text; ``None`` for that of ``first``.
+    """
+
+    def __init__(
+        self, first: ProcessGroup, store: Any, group_name: str | None = None, group_desc: str | None = None
+    ) -> None:
+        super().__init__(
+            first.rank(),
+            first.size(),
+            timeout=first.timeout,
+            store=store,
+            group_name=first.group_name if group_name is None else group_name,
+            group_desc=first.group_desc if group_desc is None else group_desc,
+        )
 
     @property
     @abstractmethod

@@ -13,8 +13,6 @@ from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 
-__all__ = ["ProcessGroupByDevice"]
-
 
 class ProcessGroupByDevice(ForwardingGroup):
     """Runs each operation on the group of its tensors' device type.
@@ -40,18 +38,10 @@ class ProcessGroupByDevice(ForwardingGroup):
                     "and another rank "
                     f"{group.rank()} of {group.size()}"
                 )
-        capabilities = by_device(
+        self._capabilities = by_device(
             {device: group.capabilities.on(device) for device, group in self._groups.items()}
         )
-        super().__init__(
-            first.rank(),
-            first.size(),
-            timeout=first.timeout,
-            store=store,
-            group_name=first.group_name,
-            group_desc=first.group_desc,
-        )
-        self._capabilities = capabilities
+        super().__init__(first, store)
         self._first = first
         self._cpu = self._groups.get("cpu")
 
