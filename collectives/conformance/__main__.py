@@ -23,8 +23,6 @@ from collectives.cli.output_files import output_file
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING
 
-__all__ = ["add_arguments", "main", "run", "short_table", "table"]
-
 _SHORT = {
     Status.OK: "right",
     Status.UNSUPPORTED: "refused",

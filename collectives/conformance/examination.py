@@ -29,8 +29,6 @@ from collectives.ranks.cuda_devices import take_cuda_device
 from collectives.ranks.processes import NoAnswer, SpawnedRanks, commands
 from collectives.registry.backends import capabilities_of
 
-__all__ = ["Answer", "Question", "Status", "examine", "is_stated", "questions", "unkept"]
-
 
 class Status(str, enum.Enum):
     """What became of a question."""

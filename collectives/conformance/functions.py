@@ -1,22 +1,23 @@
 """Torch's functions on tensors of one data type, compared with the oracle.
 
-Each function of this module named as one of ``torch.distributed`` calls it with several counts, layouts and
-roots, and yields the differences that it finds. All ranks call it with the same arguments.
+What examines a function calls it with several counts, layouts and roots, and yields the differences that it
+finds. All ranks call it with the same arguments. The collectives are examined by their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from collectives.conformance import oracle
-from collectives.conformance.oracle import BYTES_ONLY, Placed, close, reduced, same
+from collectives.conformance.oracle import BYTES_ONLY, Placed, close, raw, reduced, same
+from collectives.core.operations import ALL_TO_ALL_SINGLE, GATHER, OPERATIONS, Operand, Operation
 from collectives.core.types import ReduceOp
-
-__all__ = ["MOVING", "PLAIN", "REDUCING", "TAKING_LAYOUTS", "Call"]
 
 _DENSE = ((0, "dense"), (1, "scalar"), (7, "dense"), (1009, "dense"), (100_003, "dense"))
 _OFFSET = ((131, "offset"),)
@@ -91,6 +92,7 @@ class Call:
 
 
 Differences = Iterator[str | None]
+Examine = Callable[[Call], Differences]
 
 
 def _done(work: torch_dist.Work | None) -> None:
@@ -98,127 +100,74 @@ def _done(work: torch_dist.Work | None) -> None:
         work.wait()
 
 
-def _all_reduce(call: Call) -> Differences:
-    for _, count, layout, asynchronous in call.cases():
-        inputs = [call.of(rank, count) for rank in range(call.size)]
-        mine = call.place(inputs[call.rank], layout)
-        _done(torch_dist.all_reduce(mine.tensor, call.torch_op, async_op=asynchronous))
-        yield call.differs(mine.tensor, inputs)
-        yield _margin(mine)
+_BY_RANK = {Operand.EACH, Operand.PARTS}
 
 
-def _reduce(call: Call) -> Differences:
+def _collective(operation: Operation, call: Call) -> Differences:
+    """Examines the function of a collective by the collective's row."""
+    function = getattr(torch_dist, operation.name)
     for turn, count, layout, asynchronous in call.cases():
         root = turn % call.size
-        inputs = [call.of(rank, count) for rank in range(call.size)]
-        mine = call.place(inputs[call.rank], layout)
-        _done(torch_dist.reduce(mine.tensor, root, call.torch_op, async_op=asynchronous))
-        if call.rank == root:  # torch leaves open what the others have then
-            yield call.differs(mine.tensor, inputs)
-        yield _margin(mine)
-
-
-def _reduce_scatter(call: Call) -> Differences:
-    for _, count, layout, asynchronous in call.cases():
-        given = [call.place(call.of(call.rank, count, part), layout) for part in range(call.size)]
-        output = call.blank(count, layout)
-        tensors = [one.tensor for one in given]
-        _done(torch_dist.reduce_scatter(output.tensor, tensors, call.torch_op, async_op=asynchronous))
-        yield call.differs(output.tensor, [call.of(rank, count, call.rank) for rank in range(call.size)])
-        yield _margin(output, *given)
-
-
-def _reduce_scatter_tensor(call: Call) -> Differences:
-    for _, count, _, asynchronous in call.cases():
-        inputs = [call.of(rank, count * call.size) for rank in range(call.size)]
-        output = call.blank(count)
-        _done(
-            torch_dist.reduce_scatter_tensor(
-                output.tensor, call.place(inputs[call.rank]).tensor, call.torch_op, async_op=asynchronous
-            )
-        )
-        part = slice(call.rank * count, (call.rank + 1) * count)
-        yield call.differs(output.tensor, [each[part] for each in inputs])
-
-
-def _broadcast(call: Call) -> Differences:
-    for turn, count, layout, asynchronous in call.cases():
-        root = turn % call.size
-        mine = call.place(call.of(call.rank, count), layout)
-        _done(torch_dist.broadcast(mine.tensor, root, async_op=asynchronous))
-        yield same(mine.tensor, call.of(root, count))
-        yield _margin(mine)
-
-
-def _all_gather(call: Call) -> Differences:
-    for _, count, layout, asynchronous in call.cases():
-        outputs = [call.blank(count, layout) for _ in range(call.size)]
-        mine = call.place(call.of(call.rank, count), layout)
-        tensors = [output.tensor for output in outputs]
-        _done(torch_dist.all_gather(tensors, mine.tensor, async_op=asynchronous))
-        for rank, output in enumerate(outputs):
-            yield same(output.tensor, call.of(rank, count))
-        yield _margin(mine, *outputs)
-
-
-def _all_gather_into_tensor(call: Call) -> Differences:
-    for _, count, _, asynchronous in call.cases():
-        output, mine = call.blank(count * call.size), call.place(call.of(call.rank, count)).tensor
-        _done(torch_dist.all_gather_into_tensor(output.tensor, mine, async_op=asynchronous))
-        yield from _parts(output.tensor, [call.of(rank, count) for rank in range(call.size)])
-
-
-def _gather(call: Call) -> Differences:
-    for turn, count, layout, asynchronous in call.cases():
-        root = turn % call.size
-        outputs = [call.blank(count, layout) for _ in range(call.size)] if call.rank == root else []
-        mine = call.place(call.of(call.rank, count), layout)
-        tensors = [output.tensor for output in outputs] or None
-        _done(torch_dist.gather(mine.tensor, tensors, root, async_op=asynchronous))
-        for rank, output in enumerate(outputs):
-            yield same(output.tensor, call.of(rank, count))
-        yield _margin(mine, *outputs)
-
-
-def _scatter(call: Call) -> Differences:
-    for turn, count, layout, asynchronous in call.cases():
-        root = turn % call.size
-        given = [call.place(call.of(root, count, rank), layout) for rank in range(call.size)]
-        output = call.blank(count, layout)
-        tensors = [one.tensor for one in given] if call.rank == root else None
-        _done(torch_dist.scatter(output.tensor, tensors, root, async_op=asynchronous))
-        yield same(output.tensor, call.of(root, count, call.rank))
-        yield _margin(output, *given)
-
-
-def _all_to_all(call: Call) -> Differences:
-    for _, count, layout, asynchronous in call.cases():
-        outputs = [call.blank(count, layout) for _ in range(call.size)]
-        given = [call.place(call.of(call.rank, count, rank), layout) for rank in range(call.size)]
-        _done(
-            torch_dist.all_to_all(
-                [output.tensor for output in outputs], [one.tensor for one in given], async_op=asynchronous
-            )
-        )
-        for rank, output in enumerate(outputs):
-            yield same(output.tensor, call.of(rank, count, call.rank))
+        uneven = (
+            turn % 2 if operation is ALL_TO_ALL_SINGLE else 0
+        )  # rank r sends r elements more to each rank
+        counts = [count + uneven * rank for rank in range(call.size)]
+        for_all = operation.input not in _BY_RANK
+        shares = [call.of(call.rank, counts[call.rank], to) for to in range(1 if for_all else call.size)]
+        received = [call.of(rank, n, 0 if for_all else call.rank) for rank, n in enumerate(counts)]
+        given = _placed(call, operation.output if operation.in_place else operation.input, shares, layout)
+        outputs = given
+        if not operation.in_place:
+            numbers = counts if operation.output in _BY_RANK else [count]
+            blank = [oracle.values(call.dtype, 77, number, salt=99) for number in numbers]
+            outputs = _placed(call, operation.output, blank, layout)
+        arguments = _arguments(operation, call, outputs, given, root)
+        if uneven:
+            arguments += [counts, [counts[call.rank]] * call.size]
+        _done(function(*arguments, async_op=asynchronous))
+        if operation.writes != "root" or call.rank == root:  # torch leaves open what the others have then
+            yield from _compared(operation, call, outputs, received, root)
         yield _margin(*outputs, *given)
 
 
-def _all_to_all_single(call: Call) -> Differences:
-    for turn, count, _, asynchronous in call.cases():
-        uneven = turn % 2  # rank r sends r elements more to each rank
-        counts = [count + uneven * rank for rank in range(call.size)]
-        output = call.blank(sum(counts))
-        mine = call.place(call.of(call.rank, counts[call.rank] * call.size)).tensor
-        received = counts if uneven else None
-        sent = [counts[call.rank]] * call.size if uneven else None
-        _done(torch_dist.all_to_all_single(output.tensor, mine, received, sent, async_op=asynchronous))
-        wanted = []
-        for rank, each in enumerate(counts):
-            theirs = call.of(rank, each * call.size)
-            wanted.append(theirs[call.rank * each : (call.rank + 1) * each])
-        yield from _parts(output.tensor, wanted)
+def _placed(call: Call, kind: Operand, parts: Sequence[torch.Tensor], layout: str) -> list[Placed]:
+    """Returns the tensors of an operand; one with parts is dense, as torch asks for it."""
+    if kind is Operand.PARTS:
+        return [call.place(torch.cat([raw(part) for part in parts]).view(call.dtype))]
+    return [call.place(part, layout) for part in parts]
+
+
+def _arguments(
+    operation: Operation, call: Call, outputs: Sequence[Placed], given: Sequence[Placed], root: int
+) -> list[Any]:
+    """Returns the arguments of torch's function; lists of rooted ones are given on the root alone."""
+    arguments: list[Any] = []
+    for kind, operand in ((operation.output, outputs), (operation.input, given)):
+        if kind is Operand.EACH:
+            absent = operation.rooted and call.rank != root
+            arguments.append(None if absent else [one.tensor for one in operand])
+        elif kind is not Operand.NONE:
+            arguments.append(operand[0].tensor)
+    if operation is GATHER:
+        arguments.reverse()
+    return arguments + [root] * operation.rooted + [call.torch_op] * operation.reduces
+
+
+def _compared(
+    operation: Operation, call: Call, outputs: Sequence[Placed], received: list[torch.Tensor], root: int
+) -> Differences:
+    """Compares what a collective has written with what the ranks gave this one."""
+    if operation.reduces:
+        yield call.differs(outputs[0].tensor, received)
+    elif operation.output is Operand.PARTS:
+        begin = 0
+        for part in received:
+            yield same(outputs[0].tensor[begin : begin + part.numel()], part)
+            begin += part.numel()
+    elif operation.output is Operand.EACH:
+        yield from (same(one.tensor, part) for one, part in zip(outputs, received, strict=True))
+    else:
+        yield same(outputs[0].tensor, received[root])
 
 
 def _send_recv(call: Call) -> Differences:
@@ -313,47 +262,33 @@ def _objects(call: Call) -> Differences:
         yield f"broadcast_object_list gave {shared}"
 
 
-def _parts(got: torch.Tensor, wanted: list[torch.Tensor]) -> Differences:
-    begin = 0
-    for part in wanted:
-        yield same(got[begin : begin + part.numel()], part)
-        begin += part.numel()
-
-
 def _margin(*placed: Placed) -> str | None:
     return (
         None if all(one.margin_is_whole() for one in placed) else "elements outside of a tensor were written"
     )
 
 
-Examine = Callable[[Call], Differences]
+_COLLECTIVES = sorted(
+    (one for one in OPERATIONS if one.methods and one.output not in {Operand.NONE, Operand.SEVERAL}),
+    key=lambda one: one.name,
+)
 
-REDUCING: dict[str, Examine] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-}
+REDUCING: dict[str, Examine] = {one.name: partial(_collective, one) for one in _COLLECTIVES if one.reduces}
 """Functions that compute."""
 
 MOVING: dict[str, Examine] = {
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
+    one.name: partial(_collective, one) for one in _COLLECTIVES if not one.reduces
+} | {
     "batch_isend_irecv": _batch_isend_irecv,
-    "broadcast": _broadcast,
-    "gather": _gather,
     "isend, recv": _send_recv,
     "isend, recv, tagged": _send_recv_tagged,
     "recv from any rank": _recv_any_source,
-    "scatter": _scatter,
 }
 """Functions that hand data on as it is."""
 
 TAKING_LAYOUTS = frozenset({*REDUCING, *MOVING}) - {
-    "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor",
-}  # fmt: skip
+    one.name for one in _COLLECTIVES if Operand.PARTS in {one.output, one.input}
+}
 """Functions that take tensors with gaps; torch asks for contiguous ones in the others."""
 
 PLAIN: dict[str, Examine] = {"barrier": _barrier, "object collectives": _objects}

@@ -17,27 +17,6 @@ import torch
 
 from collectives.core.types import ReduceOp, make_premul_sum
 
-__all__ = [
-    "BYTES_ONLY",
-    "COMPLEX",
-    "DTYPES",
-    "FLOAT8",
-    "FLOATS",
-    "INTS",
-    "MARGIN",
-    "OPS",
-    "PARTS",
-    "PREMUL",
-    "Placed",
-    "close",
-    "place",
-    "raw",
-    "reduced",
-    "same",
-    "values",
-    "wrapped_mean",
-]
-
 FLOAT8 = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
