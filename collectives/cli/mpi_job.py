@@ -11,8 +11,6 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-__all__ = ["Job", "current", "leave", "usual_ranks"]
-
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["output_file", "output_folder"]
-
 
 def output_file(text: str | Path) -> Path:
     """Converts an argument that names a file; makes its folder.

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import collectives._native as _native
-from collectives.cli import CommandError
+from collectives.cli import CommandError, printable
+from collectives.cli.backends import Table, plain_text
 from collectives.errors import DistBackendError
-from collectives.registry.capability_table import Table, plain_text
-
-__all__ = ["Group", "Job", "Process", "Rank", "add_arguments", "run", "running_jobs"]
 
 _HEADER = ("JOB", "RANK", "PROCESS", "STATE", "FOR", "DOES", "GROUP", "AT")
 _CLEAR = "\x1b[H\x1b[2J"
@@ -77,14 +75,9 @@ def _is_wanted(job: Job, name: str | None) -> bool:
 
 
 def _text(jobs: list[Job], every_group: bool) -> str:
-    rows = tuple(tuple(map(_printable, row)) for job in jobs for row in _rows(job, every_group))
-    told = [_printable(line) for job in jobs for group in job.groups for line in _complaints(group)]
+    rows = tuple(tuple(map(printable, row)) for job in jobs for row in _rows(job, every_group))
+    told = [printable(line) for job in jobs for group in job.groups for line in _complaints(group)]
     return "\n".join([plain_text(Table(_HEADER, rows)), *told])
-
-
-def _printable(text: str) -> str:
-    """Returns a text of another process without what would command the terminal."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _rows(job: Job, every_group: bool) -> list[tuple[str, ...]]:

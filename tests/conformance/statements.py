@@ -13,9 +13,9 @@ from conformance import table
 from conformance.oracle import OPS, Report, raw, values
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.cli.backends import data_types
 from collectives.core.capabilities import OPERATIONS, REDUCING, Capabilities
 from collectives.core.operations import Operand, Operation
-from collectives.registry.capability_table import data_types
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 COUNT = 8

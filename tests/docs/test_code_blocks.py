@@ -82,7 +82,7 @@ def test_block_runs_as_its_first_line_says(block, tmp_path, run_program):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_understood(command, monkeypatch):
     """Reads the arguments as the command would, and stops before it does anything."""
-    monkeypatch.setattr("collectives.cli.command._takes_part", lambda arguments: False)
+    monkeypatch.setattr("collectives.cli._takes_part", lambda arguments: False)
     words = command.replace("\\\n", " ").partition("#")[0].partition("&&")[0]
     assert main(words.split()) == 0
 

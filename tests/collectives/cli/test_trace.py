@@ -18,8 +18,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 import collectives as dist
 from collectives.cli import main
-from collectives.cli.flight_files import clock_offsets, read_files, write_for_torch
-from collectives.cli.trace import chrome_trace
+from collectives.cli.trace import chrome_trace, clock_offsets, read_files, write_for_torch
 from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS
 from collectives.core.types import AllreduceOptions
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from collectives.cli import main
-from collectives.core.capabilities import OPERATIONS, Capabilities, by_device, in_common
-from collectives.registry import capability_table
-from collectives.registry.backends import capabilities_of
-from collectives.registry.capability_table import (
+from collectives.cli.backends import (
     REDUCTIONS,
     columns,
     data_types,
@@ -22,6 +19,8 @@ from collectives.registry.capability_table import (
     short_tables,
     statements,
 )
+from collectives.core.capabilities import OPERATIONS, Capabilities, by_device, in_common
+from collectives.registry.backends import capabilities_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guide/backends.md").read_text(encoding="utf-8")
 STATED = {"gloo": {"cpu", "cuda"}, "host": {"cpu"}, "nccl": {"cuda"}, "round_robin": {"cpu"}}
@@ -47,7 +46,7 @@ FOUND = {"cpu:one": ONE, "cuda:other": OTHER}
 
 def test_the_manual_has_the_table_that_the_backends_state(monkeypatch: pytest.MonkeyPatch) -> None:
     of_manual = tuple(dtype for dtype in data_types() if str(dtype) != "torch.bcomplex32")  # of 2.14
-    monkeypatch.setattr(capability_table, "data_types", lambda: of_manual)
+    monkeypatch.setattr("collectives.cli.backends.data_types", lambda: of_manual)
     section = PAGE.partition("## What the backends can do\n")[2].partition("\n#")[0]
     header = re.search(r"^\| function \| (.*) \|$", section, re.MULTILINE)
     assert header is not None
