@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,25 +17,28 @@ from typing import Any
 import torch
 
 from collectives.api.world_state import own_group
-from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    ReduceOp,
-    ReduceScatterOptions,
+from collectives.core.operations import (
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    REDUCE_SCATTER_TENSOR,
+    Operation,
 )
-from collectives.core.work import Work
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import AllgatherOptions, ReduceOp, ReduceScatterOptions
+from collectives.core.work import CoalescedWork, Work
 
 __all__ = ["_CoalescingManager", "_coalescing_manager"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A deferred call: its function, and its tensors in the order of the group's method."""
+    """A deferred call."""
 
-    function: str
-    op: ReduceOp | None
-    tensors: tuple[torch.Tensor, ...]
+    operation: Operation
+    op: ReduceOp
+    output: torch.Tensor
+    input: torch.Tensor | None
 
 
 pending: dict[tuple[int, ProcessGroup], list[_Call]] = {}
@@ -55,50 +58,35 @@ class _CoalescingManager:
 
     def wait(self) -> None:
         """Blocks until all operations are done; raises the first error after all have ended."""
-        first: Exception | None = None
-        for work in self.works:
-            try:
-                work.wait()
-            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
-                first = first or error
-        if first is not None:
-            raise first
+        CoalescedWork(self.works).wait()
 
 
 class DeferredWork(Work):
     """What an asynchronous call returns inside the manager: nothing runs yet, so every use is an error."""
 
-    def _refuse(self) -> Any:
+    def _refuse(self, timeout: timedelta | None = None) -> Any:  # noqa: ARG002 - as wait() has it
+        """Raises :class:`RuntimeError`."""
         raise RuntimeError("this call is part of _coalescing_manager; wait on the manager, after its end")
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
-        """Raises :class:`RuntimeError`."""
-        return bool(self._refuse())
-
-    def is_completed(self) -> bool:
-        """Raises :class:`RuntimeError`."""
-        return bool(self._refuse())
-
-    def exception(self) -> BaseException | None:
-        """Raises :class:`RuntimeError`."""
-        self._refuse()
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        """Raises :class:`RuntimeError`."""
-        return list(self._refuse())
-
-    def get_future(self) -> Any:
-        """Raises :class:`RuntimeError`."""
-        return self._refuse()
+    wait = is_completed = exception = result = get_future = _refuse
 
 
-def defer(group: ProcessGroup, function: str, op: ReduceOp | None, *tensors: torch.Tensor) -> bool:
+DEFERRED = frozenset({ALL_REDUCE, ALL_GATHER_INTO_TENSOR, REDUCE_SCATTER_TENSOR})
+"""What is deferred inside a manager."""
+
+
+def defer(
+    group: ProcessGroup,
+    operation: Operation,
+    op: ReduceOp,
+    output: torch.Tensor,
+    input: torch.Tensor | None = None,
+) -> bool:
     """Defers a call inside a manager of this group; returns whether it did."""
     calls = pending.get((threading.get_ident(), group))
     if calls is None:
         return False
-    calls.append(_Call(function, op, tensors))
+    calls.append(_Call(operation, op, output, input))
     return True
 
 
@@ -172,7 +160,7 @@ def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
     """Returns runs of calls of one function and reduction; the order of all calls is kept."""
     runs: list[tuple[_Call, list[_Call]]] = []
     for call in calls:
-        if runs and (runs[-1][0].function, runs[-1][0].op) == (call.function, call.op):
+        if runs and (runs[-1][0].operation, runs[-1][0].op) == (call.operation, call.op):
             runs[-1][1].append(call)
         else:
             runs.append((call, [call]))
@@ -180,23 +168,11 @@ def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
 
 
 def _issue(group: ProcessGroup, first: _Call, run: list[_Call], async_ops: bool) -> Work:
-    issue: dict[str, Callable[[], Work]] = {
-        "all_reduce": lambda: group.allreduce_coalesced(
-            [call.tensors[0] for call in run], _reducing(AllreduceCoalescedOptions, first, async_ops)
-        ),
-        "all_gather_single": lambda: group.all_gather_single_coalesced(
-            [call.tensors[0] for call in run],
-            [call.tensors[1] for call in run],
-            AllgatherOptions(asyncOp=async_ops),
-        ),
-        "reduce_scatter_single": lambda: group.reduce_scatter_single_coalesced(
-            [call.tensors[0] for call in run],
-            [call.tensors[1] for call in run],
-            _reducing(ReduceScatterOptions, first, async_ops),
-        ),
-    }
-    return issue[first.function]()
-
-
-def _reducing(record: Any, call: _Call, async_ops: bool) -> Any:
-    return record(asyncOp=async_ops, reduceOp=call.op)
+    outputs = [call.output for call in run]
+    if first.operation is ALL_REDUCE:
+        return group.call(ALL_REDUCE_COALESCED, outputs, op=first.op, async_op=async_ops)
+    inputs: list[Any] = [call.input for call in run]
+    if first.operation is ALL_GATHER_INTO_TENSOR:
+        return group.all_gather_single_coalesced(outputs, inputs, AllgatherOptions(asyncOp=async_ops))
+    options = ReduceScatterOptions(asyncOp=async_ops, reduceOp=first.op)
+    return group.reduce_scatter_single_coalesced(outputs, inputs, options)

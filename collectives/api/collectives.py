@@ -26,7 +26,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from collectives.api.coalescing import DeferredWork, defer, pending
+from collectives.api.coalescing import DEFERRED, DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
 from collectives.core import operations, sparse
 from collectives.core.arguments.validation import check_limit, check_list, fail
@@ -56,36 +56,57 @@ __all__ = [
 
 
 def issue(
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     operation: Operation,
     outputs: Any,
     inputs: Any,
     async_op: bool,
-    op: ReduceOp = ReduceOp.SUM,
-    root: int = 0,
-    listed: str = "",
+    *,
+    op: Any = ReduceOp.SUM,
+    root: tuple[int | None, int | None, str] = (None, None, ""),
+    function: str = "",
 ) -> Work | None:
     """Issues a collective, by the fast path of the group where that takes it; returns what its user gets.
 
     Args:
-        group: the group.
+        group: the group as the user gave it.
         operation: the collective.
         outputs: what it writes, as the user gave it.
         inputs: what it only reads, likewise.
         async_op: whether the user gets a Work.
         op: the reduction.
-        root: the root, counted within the group.
-        listed: what the user calls the list of a tensor for each rank, where messages are to call it so.
+        root: the root, counted in the default group and within the group, and the name of that argument.
+        function: name of the user's function, where it is not the collective's.
     """
-    code = op.code
-    work = group.fast_collective(operation.opcode, outputs, inputs, code, root, operation.lists, async_op)
+    function = function or operation.name
+    target = member_group(group, function, depth=4)
+    if target is None:
+        return None
+    place = 0
+    if operation.rooted:
+        place = (group_rank if operation.in_place else root_rank)(target, function, *root)
+    reduction = op if op.__class__ is ReduceOp else _reduction(target, function, op)
+    if pending and operation in DEFERRED and defer(target, operation, reduction, outputs, inputs):
+        return DeferredWork() if async_op else None
+    code = reduction.code
+    work = target.fast_collective(operation.opcode, outputs, inputs, code, place, operation.lists, async_op)
     if work is None:
+        listed = _LISTS.get(operation, "")
         if listed and operation.output is Operand.EACH:
-            outputs = _checked_list(group, operation, root, outputs, listed)
+            outputs = _checked_list(target, operation, place, outputs, listed)
         elif listed:
-            inputs = _checked_list(group, operation, root, inputs, listed)
-        work = group.call(operation, outputs, inputs, op=op, root=root, async_op=async_op)
+            inputs = _checked_list(target, operation, place, inputs, listed)
+        work = target.call(operation, outputs, inputs, op=reduction, root=place, async_op=async_op)
     return finish(work, async_op)
+
+
+_LISTS = {
+    operations.ALL_GATHER: "tensor_list",
+    operations.GATHER: "gather_list",
+    operations.REDUCE_SCATTER: "input_list",
+    operations.SCATTER: "scatter_list",
+}
+"""What users call the list of a tensor for each rank, where messages call it so."""
 
 
 def _checked_list(
@@ -152,14 +173,14 @@ def all_reduce(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "all_reduce", op)
-    if pending and defer(target, "all_reduce", op, tensor):
+    if pending and defer(target, ALL_REDUCE, op, tensor):
         return DeferredWork() if async_op else None
     work = target.fast_collective(ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
             work = sparse.allreduce(target, tensor, op, async_op=async_op)
         else:
-            work = target.call(operations.ALL_REDUCE, tensor, op=op, async_op=async_op)
+            work = target.call(ALL_REDUCE, tensor, op=op, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -210,12 +231,7 @@ def all_reduce_into_tensor(
             total = torch.empty(2)
             collectives.all_reduce_into_tensor(total, torch.ones(2))  # [2.0, 2.0] on both
     """
-    target = member_group(group, "all_reduce_into_tensor")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "all_reduce_into_tensor", op)
-    return issue(target, operations.ALL_REDUCE_INTO_TENSOR, output, input, async_op, op)
+    return issue(group, operations.ALL_REDUCE_INTO_TENSOR, output, input, async_op, op=op)
 
 
 @overload
@@ -266,13 +282,7 @@ def reduce(
             tensor = torch.ones(2)
             collectives.reduce(tensor, dst=0)  # [2.0, 2.0] on rank 0, [1.0, 1.0] on rank 1
     """
-    target = member_group(group, "reduce")
-    if target is None:
-        return None
-    root = group_rank(target, "reduce", dst, group_dst, "dst")
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce", op)
-    return issue(target, operations.REDUCE, tensor, None, async_op, op, root)
+    return issue(group, operations.REDUCE, tensor, None, async_op, op=op, root=(dst, group_dst, "dst"))
 
 
 @overload
@@ -321,12 +331,7 @@ def reduce_scatter(
             output = torch.empty(2 + rank)
             collectives.reduce_scatter(output, inputs)  # [2.0, 2.0] on rank 0, [4.0, 4.0, 4.0] on rank 1
     """
-    target = member_group(group, "reduce_scatter")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce_scatter", op)
-    return issue(target, operations.REDUCE_SCATTER, output, input_list, async_op, op, listed="input_list")
+    return issue(group, operations.REDUCE_SCATTER, output, input_list, async_op, op=op)
 
 
 @overload
@@ -373,14 +378,15 @@ def reduce_scatter_single(
             collectives.reduce_scatter_single(output, torch.arange(4.0))
             # [0.0, 2.0] on rank 0, [4.0, 6.0] on rank 1
     """
-    target = member_group(group, "reduce_scatter_single")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce_scatter_single", op)
-    if pending and defer(target, "reduce_scatter_single", op, output, input):
-        return DeferredWork() if async_op else None
-    return issue(target, operations.REDUCE_SCATTER_TENSOR, output, input, async_op, op)
+    return issue(
+        group,
+        operations.REDUCE_SCATTER_TENSOR,
+        output,
+        input,
+        async_op,
+        op=op,
+        function="reduce_scatter_single",
+    )
 
 
 reduce_scatter_tensor = reduce_scatter_single
@@ -388,8 +394,6 @@ reduce_scatter_tensor = reduce_scatter_single
 
 def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
     """Returns a reduction of ours for one of ours or of ``torch.distributed``."""
-    if op.__class__ is ReduceOp:
-        return op
     try:
         return ReduceOp.of(op)
     except TypeError as error:
@@ -442,11 +446,7 @@ def broadcast(
             tensor = torch.full((2,), float(rank))
             collectives.broadcast(tensor, src=1)  # [1.0, 1.0] on both
     """
-    target = member_group(group, "broadcast")
-    if target is None:
-        return None
-    root = group_rank(target, "broadcast", src, group_src, "src")
-    return issue(target, operations.BROADCAST, tensor, None, async_op, root=root)
+    return issue(group, operations.BROADCAST, tensor, None, async_op, root=(src, group_src, "src"))
 
 
 @overload
@@ -492,10 +492,7 @@ def all_gather(
             collectives.all_gather(outputs, torch.full((2,), float(rank)))
             # [[0.0, 0.0], [1.0, 1.0]] on both
     """
-    target = member_group(group, "all_gather")
-    if target is None:
-        return None
-    return issue(target, operations.ALL_GATHER, tensor_list, tensor, async_op, listed="tensor_list")
+    return issue(group, operations.ALL_GATHER, tensor_list, tensor, async_op)
 
 
 @overload
@@ -541,12 +538,14 @@ def all_gather_single(
             collectives.all_gather_single(output, torch.full((2,), float(rank)))
             # [0.0, 0.0, 1.0, 1.0] on both
     """
-    target = member_group(group, "all_gather_single")
-    if target is None:
-        return None
-    if pending and defer(target, "all_gather_single", None, output_tensor, input_tensor):
-        return DeferredWork() if async_op else None
-    return issue(target, operations.ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op)
+    return issue(
+        group,
+        operations.ALL_GATHER_INTO_TENSOR,
+        output_tensor,
+        input_tensor,
+        async_op,
+        function="all_gather_single",
+    )
 
 
 all_gather_into_tensor = all_gather_single
@@ -600,11 +599,7 @@ def gather(
             outputs = [torch.empty(2) for _ in range(2)] if rank == 0 else None
             collectives.gather(torch.full((2,), float(rank)), outputs, dst=0)
     """
-    target = member_group(group, "gather")
-    if target is None:
-        return None
-    root = root_rank(target, "gather", dst, group_dst, "dst")
-    return issue(target, operations.GATHER, gather_list, tensor, async_op, root=root, listed="gather_list")
+    return issue(group, operations.GATHER, gather_list, tensor, async_op, root=(dst, group_dst, "dst"))
 
 
 @overload
@@ -656,11 +651,7 @@ def scatter(
             output = torch.empty(2)
             collectives.scatter(output, inputs, src=0)  # [0.0, 0.0] on rank 0, [1.0, 1.0] on rank 1
     """
-    target = member_group(group, "scatter")
-    if target is None:
-        return None
-    root = root_rank(target, "scatter", src, group_src, "src")
-    return issue(target, operations.SCATTER, tensor, scatter_list, async_op, root=root, listed="scatter_list")
+    return issue(group, operations.SCATTER, tensor, scatter_list, async_op, root=(src, group_src, "src"))
 
 
 @overload
@@ -713,11 +704,11 @@ def all_to_all_single(
             collectives.all_to_all_single(output, torch.tensor([10.0 * rank, 10.0 * rank + 1]))
             # [0.0, 10.0] on rank 0, [1.0, 11.0] on rank 1
     """
+    if not (output_split_sizes or input_split_sizes):
+        return issue(group, operations.ALL_TO_ALL_SINGLE, output, input, async_op)
     target = member_group(group, "all_to_all_single")
     if target is None:
         return None
-    if not (output_split_sizes or input_split_sizes):
-        return issue(target, operations.ALL_TO_ALL_SINGLE, output, input, async_op)
     splits = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
     return finish(
         target.call(operations.ALL_TO_ALL_SINGLE, output, input, async_op=async_op, **splits), async_op
@@ -770,10 +761,7 @@ def all_to_all(
             outputs = [torch.empty(1 + rank), torch.empty(1 + rank)]
             collectives.all_to_all(outputs, inputs)  # [0.0], [10.0] on rank 0
     """
-    target = member_group(group, "all_to_all")
-    if target is None:
-        return None
-    return issue(target, operations.ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op)
+    return issue(group, operations.ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op)
 
 
 @overload

@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from collectives.api.world_state import default_group
+from collectives.core.operations import BARRIER
 from collectives.core.process_group import ProcessGroup
 from collectives.core.recording import dump
-from collectives.core.types import BarrierOptions
 from collectives.logs import Log
 from collectives.time_limits import time_limit
 
@@ -161,14 +161,12 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         log.of(group).warning("breakpoint: call %d of %d to skip", _hits[place], skip)
         return
     if group.rank() != rank:
-        group.barrier(BarrierOptions(limit, False)).wait()
+        group.call(BARRIER, timeout=limit, async_op=False).wait()
         return
-    from collectives.api.debug import Debugger
-
     debugger = Debugger()
     debugger.message(f"[rank {rank}] breakpoint; the other ranks wait until 'continue'")
     debugger.stop_at(caller)
-    group.barrier(BarrierOptions(limit, False)).wait()
+    group.call(BARRIER, timeout=limit, async_op=False).wait()
     debugger.follow(caller)
 
 

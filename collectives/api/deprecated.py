@@ -13,8 +13,9 @@ from torch.futures import Future
 from collectives.api.collectives import all_gather_single, reduce_scatter_single
 from collectives.api.world_state import member_group
 from collectives.core.arguments.validation import check_tensor
+from collectives.core.operations import ALL_REDUCE_COALESCED
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, AllreduceCoalescedOptions, ReduceOp, make_premul_sum
+from collectives.core.types import AllgatherOptions, ReduceOp, make_premul_sum
 from collectives.core.work import Work
 
 __all__ = [
@@ -63,7 +64,7 @@ def all_reduce_coalesced(
     if target is None:
         return None
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    work = target.allreduce_coalesced(several, AllreduceCoalescedOptions(None, async_op, ReduceOp.of(op)))
+    work = target.call(ALL_REDUCE_COALESCED, several, op=ReduceOp.of(op), async_op=async_op)
     return _finish(work, async_op)
 
 

@@ -201,9 +201,7 @@ def new_group(
             world.created += 1
         request = f"group {name} of ranks {list(members)} on {config!r}"
         callers = members if use_local_synchronization else range(default.size())
-        join_group(
-            world.store, f"make/{name}", default.rank(), members, request, limit, default.lost_ranks, callers
-        )
+        _meet(name, members, request, limit, callers)
         parent = None if use_local_synchronization else default
         if default.rank() not in members:
             decline_group(default, config, pg_options)
@@ -219,6 +217,20 @@ def new_group(
             device=device,
             parent=parent,
         )
+
+
+def _meet(
+    name: str,
+    members: Sequence[int],
+    request: str,
+    limit: timedelta,
+    callers: Sequence[int],
+    store: Any = None,
+) -> None:
+    """Waits for all members of a new group; arguments and errors as of :func:`join_group`."""
+    default = default_group()
+    lost = default.lost_ranks
+    join_group(store or world.store, f"make/{name}", default.rank(), members, request, limit, lost, callers)
 
 
 def limit_of(timeout: timedelta | None, backends: Sequence[str]) -> timedelta:
@@ -478,16 +490,7 @@ def split_group(
         members = tuple(record.ranks[r] for r in mine)
         name = f"{record.name}.split"
         turn = local_turn(name)
-        join_group(
-            world.store,
-            f"make/{name}{turn}",
-            default_group().rank(),
-            members,
-            f"split {split_ranks} on {config!r}",
-            limit,
-            default_group().lost_ranks,
-            record.ranks,
-        )
+        _meet(f"{name}{turn}", members, f"split {split_ranks} on {config!r}", limit, record.ranks)
         if not mine:
             decline_group(parent, config, pg_options)
             return None
@@ -567,9 +570,7 @@ def shrink_group(
             moved = standby.next_store(here, members, old.timeout, default.lost_ranks)
             store = PrefixStore(KEYS, moved, scope=f"{store.scope}next")
         try:
-            join_group(
-                store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members
-            )
+            _meet(name, members, request, old.timeout, members, store)
         except DistNetworkError as error:
             if replaces:
                 raise

@@ -20,8 +20,6 @@ from collectives.store.joining.standby import Standby
 from collectives.store.joining.world_rendezvous import KEYS, join_world
 from collectives.store.tcp.client import NoStoreError
 
-__all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
-
 _RETRY_SECONDS = 0.05
 """Pause before another try to reach rank 0 after a connection broke."""
 

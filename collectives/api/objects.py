@@ -27,8 +27,8 @@ from collectives.api.p2p import P2POp, batch_isend_irecv, irecv, isend, not_self
 from collectives.api.world_state import group_rank, member_group, root_rank, world_rank
 from collectives.core import plain_data
 from collectives.core.arguments.validation import fail
+from collectives.core.operations import ALL_GATHER, ALL_GATHER_INTO_TENSOR, BROADCAST, GATHER, SCATTER
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions
 from collectives.errors import DistBackendError
 
 __all__ = [
@@ -109,7 +109,7 @@ def _bytes(count: int, device: torch.device | str) -> torch.Tensor:
 def _gather_sizes(group: ProcessGroup, size: torch.Tensor) -> list[int]:
     """Returns the size of every rank's object."""
     sizes = torch.empty(group.size(), dtype=torch.int64, device=size.device)
-    group.all_gather_single(sizes, size, AllgatherOptions(None, False)).wait()
+    group.call(ALL_GATHER_INTO_TENSOR, sizes, size, async_op=False).wait()
     return [int(n) for n in group.to_host(sizes).tolist()]
 
 
@@ -146,7 +146,7 @@ def all_gather_object(
     sizes = _gather_sizes(target, size)
     whole, parts = _parts(target, sizes, data.device)
     own = data if target.capabilities.uneven else _padded(data, max(sizes))
-    target.allgather([parts], own, AllgatherOptions(None, False)).wait()
+    target.call(ALL_GATHER, parts, own, async_op=False).wait()
     object_list[:] = _unpack_parts(target.to_host(whole), parts, sizes, weights_only)
 
 
@@ -220,7 +220,7 @@ def gather_object(
     own = _padded(data, max(sizes))
     whole = _bytes(own.numel() * target.size(), data.device) if at_root else None
     parts = None if whole is None else list(whole.view(target.size(), -1).unbind(0))
-    target.gather(None if parts is None else [parts], own, GatherOptions(None, False, root)).wait()
+    target.call(GATHER, parts, own, root=root, async_op=False).wait()
     if whole is not None and parts is not None and object_gather_list is not None:
         object_gather_list[:] = _unpack_parts(target.to_host(whole), parts, sizes, weights_only)
 
@@ -278,7 +278,7 @@ def broadcast_object_list(
 
 
 def _broadcast(group: ProcessGroup, tensor: torch.Tensor, root: int) -> None:
-    group.broadcast(tensor, BroadcastOptions(None, False, root)).wait()
+    group.call(BROADCAST, tensor, root=root, async_op=False).wait()
 
 
 def scatter_object_list(
@@ -334,7 +334,7 @@ def scatter_object_list(
     _broadcast(target, sizes, root)
     counts = target.to_host(sizes).tolist()
     own = _bytes(max(counts), place)
-    target.scatter(own, None if rows is None else [rows], ScatterOptions(None, False, root)).wait()
+    target.call(SCATTER, own, rows, root=root, async_op=False).wait()
     scatter_object_output_list[0] = _unpack(target.to_host(own), [counts[target.rank()]], weights_only)[0]
 
 

@@ -197,17 +197,17 @@ def own_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group_behind(group) if is_member(group) else None
 
 
-def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:
+def member_group(group: ProcessGroup | None, operation: str, depth: int = 3) -> ProcessGroup | None:
     """Returns the group to use, as :func:`own_group` does, and warns on a non-member.
 
-    For functions that the user calls directly: the warning points at their caller.
+    The warning points at the caller of the function that calls this, or ``depth - 3`` frames above.
     """
     target = own_group(group)
     if target is None:
         warnings.warn(
             f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given "
             "group",
-            stacklevel=3,
+            stacklevel=depth,
         )
     return target
 
@@ -365,7 +365,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """
     if group is world.default:
         return global_rank
-    _check_member(group, "get_group_rank")
+    _member_record(group, "get_group_rank")
     return group_rank(group, "get_group_rank", global_rank, None, "global_rank")
 
 
@@ -386,8 +386,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """
     if group is world.default:
         return group_rank
-    _check_member(group, "get_global_rank")
-    ranks = record_of(group).ranks
+    ranks = _member_record(group, "get_global_rank").ranks
     if not 0 <= group_rank < len(ranks):
         raise ValueError(
             f"[rank {group.rank()}] get_global_rank on {group.describe()}: group_rank is {group_rank}, but "
@@ -411,8 +410,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
             and there is no default group.
         TypeError: ``group`` is no process group.
     """
-    _check_member(group, "get_process_group_ranks")
-    return list(record_of(default_group() if group is None else group).ranks)
+    return list(_member_record(group, "get_process_group_ranks").ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
@@ -429,8 +427,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
             and there is no default group.
         TypeError: ``group`` is no process group.
     """
-    _check_member(group, "get_backend")
-    return record_of(default_group() if group is None else group).config.name()
+    return _member_record(group, "get_backend").config.name()
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
@@ -447,8 +444,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
             and there is no default group.
         TypeError: ``group`` is no process group.
     """
-    _check_member(group, "get_backend_config")
-    return str(record_of(default_group() if group is None else group).config)
+    return str(_member_record(group, "get_backend_config").config)
 
 
 def get_pg_count() -> int:
@@ -484,9 +480,10 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     )
 
 
-def _check_member(group: ProcessGroup | None, operation: str) -> None:
+def _member_record(group: ProcessGroup | None, operation: str) -> GroupRecord:
     if not is_member(group):
         raise ValueError(f"[rank {_own_rank()}] {operation}: this rank is not in the given group")
+    return record_of(default_group() if group is None else group)
 
 
 def register(group: ProcessGroup, name: str, config: BackendConfig, ranks: Sequence[int]) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["HostCopy", "LateHostCopy"]
-
 
 class HostCopy(ABC):
     """A copy that was begun; see :meth:`collectives.ProcessGroup.to_host_later`."""

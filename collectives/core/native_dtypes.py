@@ -8,8 +8,6 @@ import torch
 
 import collectives._native as _native
 
-__all__ = ["NATIVE_CODES", "element_bytes", "elements_per_byte", "native_code", "native_count", "torch_dtype"]
-
 # Names that the installed torch lacks are left out: the table serves every torch from 2.11 on.
 NATIVE_CODES: Final[dict[torch.dtype, int]] = {
     dtype: code

@@ -17,12 +17,6 @@ import torch
 from collectives._native import COLLECTIVES
 from collectives.core.types import ReduceOp
 
-__all__ = [
-    "ALL_GATHER", "ALL_GATHER_INTO_TENSOR", "ALL_REDUCE", "ALL_REDUCE_COALESCED", "ALL_REDUCE_INTO_TENSOR",
-    "ALL_TO_ALL", "ALL_TO_ALL_SINGLE", "BARRIER", "BROADCAST", "GATHER", "OPERATIONS", "REDUCE",
-    "REDUCE_SCATTER", "REDUCE_SCATTER_TENSOR", "SCATTER", "Call", "Operand", "Operation",
-]  # fmt: skip
-
 
 class Operand(enum.Enum):
     """What a collective writes or reads on a rank."""

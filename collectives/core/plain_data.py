@@ -27,8 +27,6 @@ import torch
 
 from collectives.core.native_dtypes import element_bytes, native_code, torch_dtype
 
-__all__ = ["MAGIC", "dumps", "loads"]
-
 MAGIC = b"\x00plain1\n"
 
 _DEEPEST = 100

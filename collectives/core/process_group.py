@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from collectives.core import operations, profiling
-from collectives.core.arguments import calls, validation
-from collectives.core.arguments.calls import TensorLists, Tensors
-from collectives.core.arguments.validation import check_limit
-from collectives.core.membership import Membership
+from collectives.core.arguments import validation as check
+from collectives.core.arguments.validation import TensorLists, Tensors
+from collectives.core.backend_interface import BackendInterface
 from collectives.core.operations import Operation
 from collectives.core.types import (
     AllgatherOptions,
@@ -37,46 +36,8 @@ from collectives.errors import (
 )
 from collectives.store.joining.agreement import exchange
 
-__all__ = ["ProcessGroup", "monitored_barrier"]
 
-
-def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-    """Blocks until all ranks of ``group`` are here; see :meth:`collectives.ProcessGroup.monitored_barrier`.
-
-    Ranks meet in the group's store, so that a rank stuck in a collective is found on every backend, and the
-    group is not broken by the time limit.
-    """
-    where = f"[rank {group.rank()}] monitored_barrier on {group.describe()}"
-    store = group.get_group_store()
-    if store is None:
-        raise DistBackendError(f"{where} needs the group's store, but it was made without one")
-    given = check_limit(group, "monitored_barrier", timeout, positive=False)
-    limit = group.timeout if given is None else given
-    turn = group.next_monitored_barrier()
-    about: dict[str, Any] = {"operation": "monitored_barrier", "sequence": turn}
-
-    def why(ranks: Sequence[int], lost: bool) -> DistError:
-        named = ranks if wait_all_ranks else ranks[:1]
-        names = ranks_in_words(named)
-        # in parentheses the words of torch's own barrier, which people search logs for
-        theirs = f"{names.capitalize()} failed to pass monitoredBarrier"
-        if lost:
-            return PeerLostError(f"{names} died or ended ({theirs})", named[0], **about)
-        if not limit:
-            theirs = f"Rank {group.rank()} timed out in monitoredBarrier"
-        text = f"{names} did not come within {limit.total_seconds():g} s ({theirs})"
-        if not wait_all_ranks:
-            text += "; pass wait_all_ranks=True to list every missing rank"
-        return CollectiveTimeoutError(text, named[0], missing_ranks=named, **about)
-
-    key, ranks = f"monitored_barrier/{turn}", range(group.size())
-    try:
-        exchange(store, key, group.rank(), ranks, limit, f"{where}:", why=why, lost_ranks=group.lost_ranks)
-    except DistNetworkError as error:
-        raise DistNetworkError(str(error), **about) from error
-
-
-class ProcessGroup(Membership):
+class ProcessGroup(BackendInterface):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
     **Order.** All members issue the same collectives in the same order; a group executes them in that order.
@@ -130,12 +91,12 @@ class ProcessGroup(Membership):
             Work whose result is the outputs.
         """
         if not profiling.profiler._is_profiler_enabled:
-            return self.issue(calls.checked_call(self, operation, outputs, inputs, **about))
+            return self.issue(check.checked_call(self, operation, outputs, inputs, **about))
         shown = outputs if operation.in_place or operation is operations.SCATTER else inputs
         return self._shown(
             operation.collective,
             shown,
-            lambda: self.issue(calls.checked_call(self, operation, outputs, inputs, **about)),
+            lambda: self.issue(check.checked_call(self, operation, outputs, inputs, **about)),
         )
 
     def _overloaded(
@@ -143,18 +104,18 @@ class ProcessGroup(Membership):
     ) -> Work:
         """Issues a collective whose arguments have one of torch's forms."""
         return self.call(
-            operation, outputs, inputs, **calls.overload_arguments(operation, opts, timeout=timeout, **about)
+            operation, outputs, inputs, **check.overload_arguments(operation, opts, timeout=timeout, **about)
         )
 
-    def _several(
-        self, event: str, method: Callable[..., Work], pairs: Sequence[tuple[Any, Any]], opts: Any
-    ) -> Work:
+    def _several(self, operation: Operation, pairs: Sequence[tuple[Any, Any]], opts: Any) -> Work:
         """Issues several collectives of outputs and inputs, which start together and are one to profilers."""
+        about = check.overload_arguments(operation, opts)
 
         def issue() -> list[Work]:
-            return [method(output, given, opts) for output, given in pairs]
+            return [self.call(operation, output, given, **about) for output, given in pairs]
 
-        return self._shown(event, [given for _, given in pairs], lambda: self._issue_together(issue))
+        given = [given for _, given in pairs]
+        return self._shown(operation.collective, given, lambda: self._issue_together(issue))
 
     def _shown(self, event: str, tensors: Any, issue: Callable[[], Work]) -> Work:
         """Issues something under an event of profilers."""
@@ -312,8 +273,8 @@ class ProcessGroup(Membership):
             input_list: this rank's tensors.
             opts: option record for all of them.
         """
-        parts = calls.allgather_coalesced(self, output_lists, input_list)
-        return self._several("all_gather", self.allgather, parts, opts)
+        parts = check.allgather_coalesced(self, output_lists, input_list)
+        return self._several(operations.ALL_GATHER, parts, opts)
 
     def all_gather_single_coalesced(
         self,
@@ -328,8 +289,8 @@ class ProcessGroup(Membership):
             inputs: this rank's tensors.
             opts: option record for all of them.
         """
-        pairs = validation.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
-        return self._several("all_gather", self.all_gather_single, pairs, opts)
+        pairs = check.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
+        return self._several(operations.ALL_GATHER_INTO_TENSOR, pairs, opts)
 
     def gather(
         self,
@@ -454,8 +415,8 @@ class ProcessGroup(Membership):
             inputs: tensors of ``size`` parts each.
             opts: option record for all of them; ``None`` for sums.
         """
-        pairs = validation.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
-        return self._several("reduce_scatter", self.reduce_scatter_single, pairs, opts)
+        pairs = check.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
+        return self._several(operations.REDUCE_SCATTER_TENSOR, pairs, opts)
 
     def alltoall(
         self,
@@ -505,7 +466,7 @@ class ProcessGroup(Membership):
             input,
             output_split_sizes=output_split_sizes,
             input_split_sizes=input_split_sizes,
-            **calls.overload_arguments(operations.ALL_TO_ALL_SINGLE, opts, timeout=timeout),
+            **check.overload_arguments(operations.ALL_TO_ALL_SINGLE, opts, timeout=timeout),
         )
 
     def barrier(
@@ -536,7 +497,36 @@ class ProcessGroup(Membership):
             PeerLostError: a rank died.
             DistNetworkError: the group's store failed.
         """
-        monitored_barrier(self, timeout, wait_all_ranks)
+        # In the group's store, so that a rank stuck in a collective is found on every backend, and the group
+        # is not broken by the time limit.
+        where = f"[rank {self._rank}] monitored_barrier on {self.describe()}"
+        store = self._store
+        if store is None:
+            raise DistBackendError(f"{where} needs the group's store, but it was made without one")
+        given = check.check_limit(self, "monitored_barrier", timeout, positive=False)
+        limit = self._timeout if given is None else given
+        turn = next(self._monitored_barriers)
+        about: dict[str, Any] = {"operation": "monitored_barrier", "sequence": turn}
+
+        def why(ranks: Sequence[int], lost: bool) -> DistError:
+            named = ranks if wait_all_ranks else ranks[:1]
+            names = ranks_in_words(named)
+            # in parentheses the words of torch's own barrier, which people search logs for
+            theirs = f"{names.capitalize()} failed to pass monitoredBarrier"
+            if lost:
+                return PeerLostError(f"{names} died or ended ({theirs})", named[0], **about)
+            if not limit:
+                theirs = f"Rank {self._rank} timed out in monitoredBarrier"
+            text = f"{names} did not come within {limit.total_seconds():g} s ({theirs})"
+            if not wait_all_ranks:
+                text += "; pass wait_all_ranks=True to list every missing rank"
+            return CollectiveTimeoutError(text, named[0], missing_ranks=named, **about)
+
+        key, ranks = f"monitored_barrier/{turn}", range(self._size)
+        try:
+            exchange(store, key, self._rank, ranks, limit, f"{where}:", why=why, lost_ranks=self.lost_ranks)
+        except DistNetworkError as error:
+            raise DistNetworkError(str(error), **about) from error
 
     # ---- point-to-point ------------------------------------------------------------------------------
 
@@ -551,7 +541,7 @@ class ProcessGroup(Membership):
         Returns:
             Work without outputs.
         """
-        tensor = calls.sent(self, tensors, dstRank, tag)
+        tensor = check.sent(self, tensors, dstRank, tag)
         return self._shown("send", tensor, lambda: self._send(tensor, dstRank, tag))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
@@ -565,7 +555,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor.
         """
-        tensor = calls.received(self, tensors, srcRank, tag)
+        tensor = check.received(self, tensors, srcRank, tag)
         return self._shown("recv", tensor, lambda: self._recv(tensor, srcRank, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
@@ -578,7 +568,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor; its ``source_rank()`` names the sender.
         """
-        tensor = calls.received(self, tensors, None, tag)
+        tensor = check.received(self, tensors, None, tag)
         return self._shown("recvAnySource", tensor, lambda: self._recv(tensor, None, tag))
 
     # ---- names that torch.distributed keeps for the same operations ------------------------------

@@ -32,8 +32,6 @@ from torch.futures import Future
 from collectives.core.work import CompletedWork, Work, WrappedWork
 from collectives.threads import start_thread
 
-__all__ = ["enabled", "flat", "observed", "possible", "record_comm"]
-
 profiler: Any = torch.autograd.profiler
 """For fast paths, which look at its flag: the quickest way to see that no thread is recorded."""
 

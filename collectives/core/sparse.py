@@ -17,8 +17,6 @@ from collectives.core.types import ReduceOp
 from collectives.core.work import CoalescedWork, FinishingWork, Work
 from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
 
-__all__ = ["allreduce"]
-
 _MOST_DIMENSIONS = 12
 """What the ranks compare has the same length for tensors of any shape."""
 

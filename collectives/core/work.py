@@ -20,22 +20,6 @@ from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 from collectives.time_limits import seconds_to_wait
 
-__all__ = [
-    "COMPLETED",
-    "Async",
-    "CoalescedWork",
-    "CompletedWork",
-    "FinishingWork",
-    "Sync",
-    "Work",
-    "WorkResult",
-    "WrappedWork",
-    "chain",
-    "fail",
-    "finish",
-    "settle",
-]
-
 Sync = Literal[False]
 Async = Literal[True]
 """Values of ``async_op``, which decide what a function returns."""

@@ -19,8 +19,6 @@ from collectives.dynamo import leave_uncompiled
 from collectives.torch_bridge.dispatch_modes import keep_work
 from collectives.torch_bridge.group import TorchGroup
 
-__all__ = ["attach", "can_be_made"]
-
 _METHODS = {
     name: name
     for name in (

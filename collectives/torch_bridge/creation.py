@@ -15,7 +15,6 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.api.debug import checked
 from collectives.core import profiling
-from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.option_records import BackendOptions, is_general
 from collectives.core.operations import BROADCAST
 from collectives.core.process_group import ProcessGroup
@@ -24,16 +23,14 @@ from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
 from collectives.registry.by_device import ProcessGroupByDevice
-from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
 from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
 from collectives.time_limits import time_limit
 from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup
+from collectives.torch_bridge.several_tensors import taken_apart
 from collectives.torch_bridge.work import TorchWork
-
-__all__ = ["GroupThatExists", "NanCheckedGroup", "create", "create_independent", "nan_check_wanted"]
 
 _VARIABLE = "TORCH_DIST_NAN_CHECK"
 
@@ -84,11 +81,8 @@ class NanCheckedGroup(TorchGroup):
         """Yields the tensors that an operation sends."""
         if event in {"recv", "recvAnySource"}:
             return
-        if event == "broadcast":
-            opts = args[1] if len(args) > 1 else kwargs.get("opts")
-            root = overload_arguments(BROADCAST, opts, root=kwargs.get("root"))["root"]
-            if root != self.rank():
-                return
+        if event == "broadcast" and taken_apart(BROADCAST, args, kwargs)[2]["root"] != self.rank():
+            return
         yield from profiling.flat([args[1] or () if event == "scatter" else tensors])
 
 
@@ -141,17 +135,29 @@ def create(
             their number, or two of them claim one rank.
         DistStoreError: members did not come in time; names them.
     """
-    if isinstance(pg_options, GroupThatExists):
-        return _create(name, backend, options, pg_options, fixed)
-    limit = time_limit(options.timeout)
-    # Records of a group prove nothing in another one, which may form at once.
-    group = f"{backend} group {options.group_id}"
-    members = options.global_ranks_in_group
-    base = PrefixStore(KEYS, options.store, scope=f"{group} of {members}")
-    rank, size = options.group_rank, options.group_size
-    _, store = join_world(base, rank, size, backend, limit, what=group)
-    forget_joining(base, size)
-    return _create(name, backend, options, pg_options, fixed, store)
+    rank, size, store = options.group_rank, options.group_size, options.store
+    members = tuple(options.global_ranks_in_group) or tuple(range(size))
+    existing = pg_options.group if isinstance(pg_options, GroupThatExists) else None
+    if existing is None:
+        # Records of a group prove nothing in another one, which may form at once.
+        group = f"{backend} group {options.group_id}"
+        base = PrefixStore(KEYS, store, scope=f"{group} of {options.global_ranks_in_group}")
+        _, store = join_world(base, rank, size, backend, time_limit(options.timeout), what=group)
+        forget_joining(base, size)
+        pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
+    # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
+    replaced = getattr(options, "process_group", None)
+    about = GroupOptions(
+        store=store,
+        rank=rank,
+        size=size,
+        timeout=options.timeout,
+        group_name=options.group_id,
+        global_ranks=members,
+        device_id=None if replaced is None else replaced.bound_device_id,
+        pg_options=None if existing is not None else pg_options,
+    )
+    return _group(name, backend, about, existing)
 
 
 def create_independent(
@@ -161,7 +167,7 @@ def create_independent(
     rank: int,
     size: int,
     timeout: timedelta,
-    device: torch.device,
+    device: torch.device,  # noqa: ARG001 - as torch has it
     pg_options: Any = None,
     fixed: Mapping[str, Any] = _NOTHING,
 ) -> TorchGroup:
@@ -182,31 +188,16 @@ def create_independent(
     digits, store = join_world(
         PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
     )
-    options = DistributedBackendOptions(store, rank, size, timeout, f"dist2.{digits}", [], device)
-    return _create(name, backend, options, pg_options, fixed, store)
-
-
-def _create(
-    name: str, backend: str, options: Any, pg_options: Any, fixed: Mapping[str, Any], store: Any = None
-) -> TorchGroup:
-    """Returns a group for torch whose ranks have come; arguments as of :func:`create`, and its own store."""
-    size = options.group_size
-    # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
-    replaced = getattr(options, "process_group", None)
-    existing = pg_options.group if isinstance(pg_options, GroupThatExists) else None
-    if existing is not None:
-        pg_options = None
     about = GroupOptions(
-        store=options.store if store is None else store,
-        rank=options.group_rank,
+        store=store,
+        rank=rank,
         size=size,
-        timeout=options.timeout,
-        group_name=options.group_id,
-        global_ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
-        device_id=None if replaced is None else replaced.bound_device_id,
-        pg_options=_with_fixed(pg_options, fixed, f"[rank {options.group_rank}] backend {name!r}"),
+        timeout=timeout,
+        group_name=f"dist2.{digits}",
+        global_ranks=tuple(range(size)),
+        pg_options=_with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}"),
     )
-    return _group(name, backend, about, existing)
+    return _group(name, backend, about)
 
 
 def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup | None = None) -> TorchGroup:

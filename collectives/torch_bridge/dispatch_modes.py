@@ -21,8 +21,6 @@ from collectives.core.arguments.option_records import REDUCE_OP_CODES
 from collectives.core.operations import OPERATIONS
 from collectives.torch_bridge.work import TorchWork
 
-__all__ = ["issue_by_operator", "keep_work", "possible"]
-
 _LOCAL = threading.local()
 _depth = torch._C._len_torch_dispatch_stack
 _ALWAYS = not hasattr(dispatch, "_is_in_torch_dispatch_mode")

@@ -30,9 +30,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import operations, profiling
-from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, GeneralOptions, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
+from collectives.core.arguments.validation import overload_arguments
 from collectives.core.operations import OPERATIONS, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
@@ -41,8 +41,6 @@ from collectives.errors import UnsupportedOperationError
 from collectives.registry.backends import why_unavailable
 from collectives.torch_bridge import dispatch_modes, several_tensors
 from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork, _Group
-
-__all__ = ["TorchGroup"]
 
 _NO_LIMIT = timedelta(0)
 """The longest time in torch's records that stands for no limit of their own."""

@@ -26,8 +26,6 @@ from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.work import TorchWork, hold_for_cpp
 
-__all__ = ["acquire", "release"]
-
 _BEFORE = torch._C.DispatchKey.BackendSelect
 _META = torch._C.DispatchKey.Meta
 _libraries: list[operators.Library] = []

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 
 from collectives.core import operations, sparse
-from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.staging import write
-from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
+from collectives.core.arguments.validation import (
+    check_outputs,
+    check_same_dtype,
+    check_tensor,
+    fail,
+    overload_arguments,
+)
 from collectives.core.operations import Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.core.work import FinishingWork, Work
 from collectives.errors import UnsupportedOperationError
-
-__all__ = ["method_for"]
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
@@ -34,23 +36,13 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _all_reduce(
-    group: ProcessGroup,
-    tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-    *,
-    op: Any = None,
-    tensor: Any = None,
-) -> Work:
+def _all_reduce(group: ProcessGroup, tensors: Any, _: None, about: dict[str, Any]) -> Work:
     """Reduces all tensors of all ranks to one, which each of them then holds; they are all sparse, or none.
 
     The meaning of AVG and PREMUL_SUM would depend on the number of tensors.
     """
-    about = overload_arguments(operations.ALL_REDUCE, opts, op, timeout=timeout)
     reduction = ReduceOp.SUM if about["op"] is None else ReduceOp.of(about["op"])
     asynchronous = about.get("async_op", True)
-    tensors = tensor if tensors is None else tensors
     tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     if len(tensors) == 1:
         return sparse.allreduce(group, tensors[0], reduction, about["timeout"], asynchronous)
@@ -91,18 +83,8 @@ def _hand_out(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
             write(tensor, values)
 
 
-def _broadcast(
-    group: ProcessGroup,
-    tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-    *,
-    root: int | None = None,
-    tensor: Any = None,
-) -> Work:
+def _broadcast(group: ProcessGroup, tensors: Any, _: None, about: dict[str, Any]) -> Work:
     """Copies one of the root's tensors to all tensors of all ranks."""
-    about = overload_arguments(operations.BROADCAST, opts, root=root, timeout=timeout)
-    tensors = tensor if tensors is None else tensors
     _check_alike(group, "broadcast", tensors)
     check_outputs(group, "broadcast", tensors)
     place = about.pop("root_tensor", 0)
@@ -114,15 +96,8 @@ def _broadcast(
     )
 
 
-def _all_gather(
-    group: ProcessGroup,
-    output_tensors: Any,
-    input_tensors: Any = None,
-    opts: Any = None,
-    timeout: timedelta | None = None,
-) -> Work:
+def _all_gather(group: ProcessGroup, output_tensors: Any, input_tensors: Any, about: dict[str, Any]) -> Work:
     """Gathers all tensors of all ranks, by ranks, in each of as many lists as there are inputs."""
-    about = overload_arguments(operations.ALL_GATHER, opts, timeout=timeout)
     wanted = len(input_tensors) * group.size()
     if len(output_tensors) != len(input_tensors) or any(len(entry) != wanted for entry in output_tensors):
         reason = (
@@ -183,7 +158,26 @@ _METHODS: dict[Operation, tuple[int, tuple[str, ...], Callable[..., Work]]] = {
     operations.BROADCAST: (0, ("tensors", "tensor"), _broadcast),
     operations.ALL_GATHER: (1, ("input_tensors", "input_tensor"), _all_gather),
 }
-"""Collectives that take several tensors: where these stand, and what takes the arguments of the method."""
+"""Collectives that take several tensors: where these stand, and what carries them out."""
+
+
+class _Overloads:
+    """Stands for a group whose method takes its arguments apart, and issues nothing."""
+
+    @staticmethod
+    def _overloaded(
+        operation: Operation, outputs: Any, inputs: Any, opts: Any, timeout: Any = None, **about: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        return outputs, inputs, overload_arguments(operation, opts, timeout=timeout, **about)
+
+
+def taken_apart(
+    operation: Operation, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns outputs, inputs and the rest, by name, of the arguments of a group's method."""
+    method: Any = getattr(ProcessGroup, operation.methods[0])
+    apart: tuple[Any, Any, dict[str, Any]] = method(_Overloads, *args, **named)
+    return apart
 
 
 def method_for(
@@ -206,4 +200,6 @@ def method_for(
     several = isinstance(given, (list, tuple)) and len(given) > 1
     one = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
     is_sparse = operation is operations.ALL_REDUCE and isinstance(one, torch.Tensor) and one.is_sparse
-    return partial(method, group) if several or is_sparse else None
+    if not (several or is_sparse):
+        return None
+    return lambda *args, **named: method(group, *taken_apart(operation, args, named))

@@ -36,8 +36,6 @@ else:
     _Work = torch_dist.Work
     _Group = torch_dist.ProcessGroup
 
-__all__ = ["BatchedWork", "DoneWork", "TorchWork", "hold_for_cpp"]
-
 
 class TorchWork(_Work, Uncompiled):
     """A ``torch.distributed.Work`` around one of ours.

@@ -17,7 +17,7 @@ from collectives import DistError, DistNetworkError, DistStoreError, PeerLostErr
 from collectives.backends._shared.exit_reasons import Departure
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.core.process_group import monitored_barrier
+from collectives.core.process_group import ProcessGroup
 from collectives.store import HashStore, PrefixStore, TCPStore
 from collectives.store.joining.agreement import join_group
 from collectives.store.joining.standby import Standby
@@ -147,13 +147,12 @@ def test_moved_process_records_and_exit_reasons_tell_of_no_loss(written: Written
 class Member:
     """Rank 0 or 1 of 2, that only meets the other one in the store."""
 
-    timeout = LIMIT
+    _timeout = LIMIT
 
     def __init__(self, rank: int, store: PrefixStore) -> None:
+        self._rank, self._size, self._store = rank, 2, store
+        self._monitored_barriers = iter([0])
         self.rank = lambda: rank
-        self.size = lambda: 2
-        self.get_group_store = lambda: store
-        self.next_monitored_barrier = lambda: 0
         self.describe = lambda: "a pair"
         self.lost_ranks = list[int]
 
@@ -161,7 +160,7 @@ class Member:
 def test_moved_arrivals_and_outcomes_let_nobody_through_a_monitored_barrier(written: Written) -> None:
     def come(rank: int, store: PrefixStore) -> None:
         member: Any = Member(rank, store)
-        monitored_barrier(member, LIMIT, wait_all_ranks=True)
+        ProcessGroup.monitored_barrier(member, LIMIT, wait_all_ranks=True)
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(lambda rank: come(rank, written.here), range(2)))

@@ -11,8 +11,6 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.core.types import Options, ReduceOp
 
-__all__ = ["REDUCE_OP_CODES", "BackendOptions", "GeneralOptions", "is_general", "time_limit_of"]
-
 _NONE = timedelta(0)
 
 

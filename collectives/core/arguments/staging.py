@@ -8,9 +8,6 @@ import torch
 
 from collectives.core.work import FinishingWork, Work
 
-__all__ = ["clusters", "dense", "dense_outputs", "is_dense", "repeats_elements", "write"]
-
-
 _UNCOPIED = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
 """Types that torch has no copy for; an element takes a byte."""
 

@@ -26,18 +26,6 @@ from typing import Any, Protocol
 from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.logs import Log
 
-__all__ = [
-    "FILE_VARIABLE",
-    "FORMAT",
-    "RecordedGroup",
-    "dump",
-    "dump_at_error",
-    "prometheus_text",
-    "register",
-    "snapshot",
-    "watch_for_signal",
-]
-
 log = Log()
 
 FORMAT = "collectives flight record 1"

@@ -33,8 +33,6 @@ from typing import Any, Protocol
 
 import collectives._native as _native
 
-__all__ = ["BegunByCore", "FlightRecord", "Recorded", "RecordedOperation", "Totals", "add_totals"]
-
 _CAPACITY = "COLLECTIVES_FLIGHT_RECORD"
 _DEFAULT_CAPACITY = 256
 _LARGEST_CAPACITY = 1_000_000
