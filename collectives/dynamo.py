@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Uncompiled", "compiler_is_loaded", "leave_names_uncompiled", "leave_uncompiled"]
-
 _T = TypeVar("_T")
 
 

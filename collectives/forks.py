@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["belongs_to_parent", "call_in_forked_children"]
-
 _T = TypeVar("_T")
 
 _functions: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()

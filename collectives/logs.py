@@ -11,8 +11,6 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Log"]
-
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:  # before Python 3.11 it takes no parameter at run time

@@ -17,8 +17,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["INSECURE", "SECRET", "SECRET_FILE", "WAY_OUT", "derived_key", "is_insecure", "provided"]
-
 SECRET = "COLLECTIVES_SECRET"  # noqa: S105 - the name of a variable
 SECRET_FILE = "COLLECTIVES_SECRET_FILE"  # noqa: S105 - likewise
 INSECURE = "COLLECTIVES_INSECURE"

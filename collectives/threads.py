@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from collectives.errors import DistBackendError
 
-__all__ = ["start_thread"]
-
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
     """Starts a thread that does not hold up the interpreter's exit.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-__all__ = ["LONGEST", "seconds_to_wait", "time_limit"]
-
 LONGEST = timedelta(days=36500)
 """What counts for any longer one: nanoseconds of it fit in 64 bits, and clocks can be added to it."""
 

@@ -13,8 +13,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["ON_ONE_GPU", "shared_gpu_environment", "take_cuda_device"]
-
 ON_ONE_GPU: Final[Mapping[str, str]] = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",

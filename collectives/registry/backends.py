@@ -27,21 +27,6 @@ from collectives.core.types import default_pg_timeout
 from collectives.errors import DistBackendError
 from collectives.time_limits import time_limit
 
-__all__ = [
-    "BackendSpec",
-    "GroupOptions",
-    "backend_names",
-    "backend_spec",
-    "capabilities_of",
-    "create_group",
-    "decline_group",
-    "option_names",
-    "refuse_unknown_options",
-    "register_backend_spec",
-    "watch_backends",
-    "why_unavailable",
-]
-
 
 @dataclass(slots=True)
 class GroupOptions:
