@@ -16,7 +16,6 @@ import preloaded_python as interpreters
 import pytest
 import tiers
 from census import shared_memory, unused
-from interrupts import let_children_be_interrupted
 from preloaded_python import fresh_python, preloaded_python  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
@@ -107,12 +106,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the processes that share the tests start
 def pytest_sessionstart(session: pytest.Session) -> None:
     global _within_another_session
-    let_children_be_interrupted()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs so, and all below them inherit it: Python there installs no handler.
+        # What is handled here is back to its default in the programs that tests start.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
     folders.sweep()
     _within_another_session = harness.SESSION_VARIABLE in os.environ
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
+    interpreters.environment()  # as it is now
     if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
-        interpreters.start()  # one for all processes that share the tests
+        systems = interpreters.OF_SYSTEMS if session.config.getoption("full") else []
+        interpreters.start(*interpreters.OF_PROGRAMS, *systems)  # one for all processes that share the tests
     _segments_before.update(shared_memory())
     _sockets_before.update(_own_sockets())
 

@@ -21,8 +21,6 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["CUDA_ERRORS", "LastCall", "NcclDouble", "ask", "build", "do", "loaded_from"]
-
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 

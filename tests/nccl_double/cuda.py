@@ -14,8 +14,6 @@ import torch
 from nccl_double import CUDA_ERRORS, ask, do, memory
 from nccl_double.calls import captured, current_stream, thread
 
-__all__ = ["DEVICE", "Graph", "install"]
-
 DEVICE = 1
 """The number of the one device that has streams; threads begin on another rank's, device 0."""
 

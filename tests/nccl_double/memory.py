@@ -16,8 +16,6 @@ import torch
 
 from nccl_double import accesses, do
 
-__all__ = ["forget", "give_back", "give_out", "poison", "share"]
-
 _POISON = 0xA5
 """Every byte of memory that was given back."""
 

@@ -21,8 +21,6 @@ from nccl_double import build, device
 from nccl_double.device import DoubleDevice, tensors_on_device
 from nccl_double.groups import host_refusing_to_wait, load, make_group, register_over_double
 
-__all__ = ["PLATFORM", "DoublePlatform"]
-
 FILE_VARIABLE = "COLLECTIVES_TEST_NCCL_DOUBLE"
 """Environment variable with the file of the double, for the ranks."""
 

@@ -18,10 +18,12 @@ if __name__ == "__main__":
 
     sys.path[:1] = map(str, IMPORTED_FROM)
     import harness
+    import preloaded_python
     from soak.driver import main
 
     try:
         status = main()
     finally:
         harness.close()
+        preloaded_python.stop()
     sys.exit(status)

@@ -6,18 +6,20 @@ has the server of :mod:`python_server` fork a process instead. Arguments, enviro
 and exit status are those of an interpreter; its number is not that of the process that works.
 
 Not for tests of what an interpreter loads or prints at its start, of the death of a process's parent, or of a
-process that is stopped by the number that ``subprocess`` tells.
+process that is stopped by the number that ``subprocess`` tells. Ranks of :mod:`harness` are forked off the
+same server.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -26,27 +28,42 @@ import python_client
 import python_server
 from folders import Folder
 
-PRELOADED = [
+_OF_RANKS = [
     "torch",
     "torch._dynamo",  # which optimizers load in their first step
     "pytest",
-    "sklearn.datasets",
-    "collectives.bench.comparison.command",
+    "collectives.ranks.processes",
     "collectives.backends.host",
     "collectives.backends.gloo",
     "collectives.backends.round_robin",
 ]
+OF_PROGRAMS = ["sklearn.datasets", "collectives.bench.comparison.command"]
+OF_SYSTEMS = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
+"""Torch's systems, which take seconds to load and which the full tier uses."""
 
 _NAME = "python"
 _PATIENCE_S = 30.0
 """How long the server may take to load its modules, where it is to end at once, and to end its processes."""
 _started: list[_Server] = []
+_address = os.environ.get(python_client.ADDRESS)
+"""The path of the server's socket, once there is one; processes that share the tests begin with it."""
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Returns that of the server and of ranks: what it is at the first call, before a test changes it."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class _Server:
     """The process that forks, and the folder with its socket and the stand-in."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._folder = Folder("python")
         folder = self._folder.path
         stand_in = folder / _NAME
@@ -58,11 +75,11 @@ class _Server:
             listener.listen(64)
             command = [sys.executable, python_server.__file__, str(listener.fileno()), str(stand_in)]
             self._process = subprocess.Popen(
-                [*command, *PRELOADED],
+                [*command, *modules],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment(),
             )
 
     def close(self) -> None:
@@ -76,19 +93,31 @@ class _Server:
             self._folder.close()
 
 
-def start() -> None:
-    """Starts the server, which processes that share the tests find by the environment."""
-    server = _Server()
+def start(*modules: str) -> None:
+    """Starts the server, with further modules; processes that share the tests find it by the environment."""
+    global _address
+    server = _Server([*_OF_RANKS, *modules])
     _started.append(server)
-    os.environ[python_client.ADDRESS] = str(server._folder.path / "socket")
+    _address = os.environ[python_client.ADDRESS] = str(server._folder.path / "socket")
 
 
 def stop() -> None:
     """Ends the server and all its processes, where this process has started it."""
+    global _address
     forkserver._forkserver._stop()  # that of multiprocessing, which the product uses, holds one of them
     while _started:
         _started.pop().close()
+        _address = None
         del os.environ[python_client.ADDRESS]
+
+
+def connect() -> socket.socket:
+    """Returns a new connection to the server, for :func:`python_client.ask`."""
+    if _address is None:
+        start()
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(str(_address))
+    return end
 
 
 def executable() -> str:
@@ -101,7 +130,7 @@ def executable() -> str:
 def preloaded_python() -> Iterator[str]:
     """Has ``sys.executable`` be the stand-in; gives its path."""
     if python_client.ADDRESS not in os.environ:
-        start()
+        start(*OF_PROGRAMS)
     resource_tracker.ensure_running()  # by the interpreter itself, because it outlives the server
     stand_in = executable()
     before = sys.executable

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 ADDRESS = "COLLECTIVES_TEST_PYTHON"
 """The environment variable that holds the path of the server's socket."""
@@ -30,11 +31,11 @@ READ_LATER = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def given_at_start() -> dict[str, str]:
-    """Returns what of this process's must be the server's: variables and the namespace of the network."""
+def given_at_start(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns what of a program's must be the server's: variables and the namespace of the network."""
     given = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in environment.items()
         if name.startswith(READ_AT_START) and name not in READ_LATER
     }
     return {**given, "network": os.readlink("/proc/self/ns/net")}  # noqa: PTH115
@@ -52,7 +53,7 @@ def can_be_served(words: list[str]) -> bool:
 def main() -> None:
     words = sys.argv[1:]
     address = os.environ.get(ADDRESS)
-    status = None
+    ended = None
     if address is not None and can_be_served(words):
         signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until they can be passed on
         with (
@@ -60,35 +61,24 @@ def main() -> None:
             socket.socket(socket.AF_UNIX) as end,
         ):
             end.connect(address)
-            status = _served(end, words)
-    if status is None:
+            ended = _served(end, words)
+    if ended is None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         os.execv(sys.executable, [sys.executable, *words])
-    if status < 0:
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+    if ended < 0:
+        if -ended not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-ended, signal.SIG_DFL)
+        os.kill(os.getpid(), -ended)
+    os._exit(ended)
 
 
 def _served(end: socket.socket, words: list[str]) -> int | None:
     """Returns the exit status, negative for a signal; ``None`` where the server refuses."""
     listed = os.listdir("/proc/self/fd")  # noqa: PTH208 - pathlib's modules take as long as this program
-    files = sorted(file for file in map(int, listed) if file != end.fileno() and _is_open(file))
-    request = {
-        "words": words,
-        "files": files,
-        "folder": os.getcwd(),  # noqa: PTH109
-        "umask": _umask(),
-        "leads": os.getpgrp() == os.getpid(),
-        "environment": dict(os.environ),
-        "given": given_at_start(),
-        "ignored": [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN],
-    }
-    text = json.dumps(request).encode()
-    socket.send_fds(end, [len(text).to_bytes(4, "little")], files)
-    end.sendall(text)
-    pid = int(_line(end) or 0)
+    files = {file: file for file in map(int, listed) if file != end.fileno() and _is_open(file)}
+    ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+    leads = os.getpgrp() == os.getpid()
+    pid = ask(end, words, files, dict(os.environ), os.getcwd(), leads, ignored)  # noqa: PTH109
     if pid == 0:
         return None
     # Also a signal that comes right before the wait ends it.
@@ -96,11 +86,44 @@ def _served(end: socket.socket, words: list[str]) -> int | None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in _FORWARDED:
-        if number not in request["ignored"]:
+        if number not in ignored:
             signal.signal(number, lambda number, _: _pass_on(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     while end not in select.select([end, waker], [], [])[0]:
         os.read(waker, 64)
+    return status(end)
+
+
+def ask(
+    end: socket.socket, words: list[str], files: dict[int, int], environment: dict[str, str], folder: str,
+    leads: bool = False, ignored: Sequence[int] = (),
+) -> int:  # fmt: skip
+    """Has a server fork a process that runs a program.
+
+    Args:
+        end: a new connection to the server; its end before that of the process kills it.
+        words: what follows ``python``.
+        files: files of this process by the number that each has there.
+        environment: its environment.
+        folder: its working folder.
+        leads: whether it leads a group of processes.
+        ignored: the signals that it ignores.
+
+    Returns:
+        The number of the process; 0 where the server cannot do it.
+    """
+    request = {
+        "words": words, "files": list(files), "environment": environment, "folder": folder,
+        "umask": _umask(), "given": given_at_start(environment), "leads": leads, "ignored": [*ignored],
+    }  # fmt: skip
+    text = json.dumps(request).encode()
+    socket.send_fds(end, [len(text).to_bytes(4, "little")], list(files.values()))
+    end.sendall(text)
+    return int(_line(end) or 0)
+
+
+def status(end: socket.socket) -> int:
+    """Waits for the end of the process; returns its exit status, negative for a signal."""
     return int(_line(end) or -signal.SIGKILL)
 
 

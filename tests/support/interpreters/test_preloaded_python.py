@@ -78,15 +78,6 @@ def test_a_module_and_a_text():
     assert run("-c", "import sys; print(sys.argv)", "x", "-y") == "['-c', 'x', '-y']\n"
 
 
-def test_warnings_are_errors_where_asked():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "import warnings; warnings.warn('so')"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "UserWarning: so" in done.stderr
-
-
 def test_open_files_and_no_others_are_there(tmp_path):
     with (tmp_path / "file").open("w") as file:
         code = f"import os; os.write({file.fileno()}, b'there'); print(len(os.listdir('/proc/self/fd')))"
@@ -107,13 +98,6 @@ def test_open_files_and_no_others_are_there(tmp_path):
 )
 def test_the_end_is_that_of_the_process(code, status):
     run("-c", code, status=status)
-
-
-def test_a_failure_shows_the_trace():
-    done = subprocess.run(
-        [sys.executable, "-c", "def f(): 1 / 0\nf()"], capture_output=True, text=True, check=False
-    )
-    assert "in f\nZeroDivisionError: division by zero" in done.stderr
 
 
 WAITING = """
@@ -143,8 +127,3 @@ def test_signals_reach_the_process(number, code, status):
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, "it outlives the one who asked for it"
         time.sleep(0.01)
-
-
-def test_children_are_forked_too():
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
-    assert run("-c", code, LOADED) == "True\n"

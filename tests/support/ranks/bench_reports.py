@@ -9,8 +9,6 @@ from typing import Any
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import SCHEMA, Skipped, Timing
 
-__all__ = ["read_report"]
-
 
 def read_report(path: Path) -> Report:
     """Returns the report in a file; what is no report raises."""

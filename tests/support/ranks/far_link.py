@@ -26,8 +26,6 @@ from sources import PYTHONPATH
 
 from collectives.bench.core.namespaces import Machines, enter
 
-__all__ = ["INTERFACE", "NETWORK", "far_link"]
-
 INTERFACE = "far0"
 NETWORK = "fd00:ca11"
 """The first two groups of the addresses; the last is 1 and 2."""

@@ -9,9 +9,10 @@
     def test_it():
         assert run_ranks(check, 4, 10) == [0, 10, 20, 30]
 
-The processes are kept and used again, so that a call costs milliseconds. A rank's exception is raised here
-with the rank's traceback; when one rank fails or time runs out, all ranks are stopped, and the error shows
-where each of them was. Nothing outlives the pytest process.
+The processes are forked off one that has torch loaded (:mod:`preloaded_python`), kept and used again, so that
+a call costs milliseconds. A rank's exception is raised here with the rank's traceback; when one rank fails or
+time runs out, all ranks are stopped, and the error shows where each of them was. Nothing outlives the pytest
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import pickle
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import preloaded_python
+import python_client
 import rank_server
 from folders import Folder
 from rank_server import Task, current_store
@@ -49,7 +50,6 @@ __all__ = [
     "close",
     "current_store",
     "number_of_keys",
-    "preload",
     "run_on",
     "run_ranks",
     "run_world",
@@ -59,25 +59,30 @@ SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 """Environment variable that marks all descendants of this pytest process."""
 
 _MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
+_WORK_FOLDER = str(Path.cwd())
 SECRET = "COLLECTIVES_SECRET"
 
 
 class _Rank(RankProcess):
-    """One that the fork server makes."""
+    """A rank of this pytest process alone."""
 
-    def __init__(self, server: _ForkServer, folder: Path, number: int) -> None:
-        self._server = server
-        log_file = folder / f"{number}.log"
+    def __init__(self, log_file: Path) -> None:
+        self._end = preloaded_python.connect()
         ours, theirs = socket.socketpair()
-        with theirs, log_file.open("wb") as log:
-            pid = server.fork(theirs.fileno(), log.fileno())
+        with theirs, log_file.open("wb") as log, Path(os.devnull).open("rb") as nothing:
+            files = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno(), 3: theirs.fileno()}
+            environment = preloaded_python.environment()
+            pid = python_client.ask(self._end, [rank_server.__file__, "3"], files, environment, _WORK_FOLDER)
+        if pid == 0:
+            raise RuntimeError("the server of interpreters has another environment than the ranks should")
         super().__init__(mp_connection.Connection(ours.detach()), pid, log_file)
         self._status: int | None = None
 
     def exit_status(self) -> int:
         """Returns the exit status; waits for the process, which must be about to end."""
         if self._status is None:
-            self._status = self._server.wait(self.pid)
+            with self._end:
+                self._status = python_client.status(self._end)
         return self._status
 
     def close(self, kill: bool, patience: float = 0.0) -> int:
@@ -98,49 +103,8 @@ class _Rank(RankProcess):
         return status
 
 
-class _ForkServer:
-    """The process that forks ranks."""
-
-    def __init__(self) -> None:
-        self._loaded: set[str] = set()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [preloaded_python.executable(), str(Path(rank_server.__file__)), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
-        self._ask_reply()
-
-    def _ask_reply(self) -> bytes:
-        reply = self._control.recv(64)
-        if not reply:
-            raise RuntimeError(
-                f"the fork server ended with status {self._process.wait()}; see its output above"
-            )
-        return reply
-
-    def fork(self, *fds: int) -> int:
-        missing = sorted(_wanted - self._loaded)
-        if missing:
-            self._control.send(f"load {','.join(missing)}".encode())
-            self._ask_reply()
-            self._loaded.update(missing)
-        socket.send_fds(self._control, [b"fork"], fds)
-        return int(self._ask_reply())
-
-    def wait(self, pid: int) -> int:
-        self._control.send(f"wait {pid}".encode())
-        return int(self._ask_reply())
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.wait()
-
-
 class _Harness:
-    """Fork server, store and idle ranks of this pytest process; all made on first use."""
+    """Store and idle ranks of this pytest process, made on first use."""
 
     def __init__(self) -> None:
         from collectives.store import TCPStore
@@ -148,7 +112,6 @@ class _Harness:
         os.environ.setdefault(SESSION_VARIABLE, uuid.uuid4().hex)
         os.environ["OMP_NUM_THREADS"] = "1"
         self._folder = Folder("ranks")
-        self._server = _ForkServer()
         # Not torch's: its clients now and then need five seconds to connect.
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -188,40 +151,23 @@ class _Harness:
         reused = [] if fresh else self._idle[:count]
         if not fresh:
             del self._idle[:count]
-        path = self._folder.path
-        return reused + [_Rank(self._server, path, next(self._numbers)) for _ in range(count - len(reused))]
+        logs = [self._folder.path / f"{next(self._numbers)}.log" for _ in range(count - len(reused))]
+        return reused + [_Rank(log) for log in logs]
 
     def give_back(self, ranks: list[_Rank]) -> None:
         self._idle = ranks + self._idle
 
-    def end_idle_ranks(self) -> None:
+    def close(self) -> None:
         for rank in self._idle:
             rank.connection.close()
         for rank in self._idle:
             rank.close(kill=False)
-        self._idle = []
-
-    def close(self) -> None:
-        self.end_idle_ranks()
-        self._server.close()
         self._store.close()
         self._close_store_elsewhere()
         self._folder.close()
 
 
 _harness: _Harness | None = None
-_wanted: set[str] = set()
-
-
-def preload(*modules: str) -> None:
-    """Has the ranks of later calls find modules loaded, as each would take seconds to load them.
-
-    Ranks that are idle end, because they have not loaded them. The modules must start no thread.
-    """
-    if not _wanted.issuperset(modules):
-        _wanted.update(modules)
-        if _harness is not None:
-            _harness.end_idle_ranks()
 
 
 def close() -> None:

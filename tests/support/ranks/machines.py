@@ -20,8 +20,6 @@ import pytest
 
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
-__all__ = ["bytes_without_repeats", "make_machines"]
-
 _SEGMENT = 1448
 """Bytes of data in a segment of TCP on these links."""
 

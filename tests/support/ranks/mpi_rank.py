@@ -16,8 +16,10 @@ def main(address: str) -> None:
     connection = connect(address, rank)
     (folder,) = connection.recv()
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     connection.send(os.getpid())
-    rank_server.be_rank(connection, log)
+    rank_server.be_rank(connection)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ from sources import PYTHONPATH
 from collectives.ranks.mpirun import Mpirun, find_mpirun
 from collectives.ranks.processes import CommandRanks
 
-__all__ = ["TITLES", "VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
-
 VARIABLE = "COLLECTIVES_TEST_MPI"
 
 TITLES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel(R) MPI Library"}

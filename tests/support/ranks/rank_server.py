@@ -1,8 +1,6 @@
-"""The processes that play ranks: forked by a server that has everything imported, they run task after task.
+"""The processes that play ranks, which run task after task.
 
-Started by :mod:`harness` as a script, with the number of its control socket. The server has one thread, so
-that forking is safe, and starts a rank in a few milliseconds. It ends when its control socket closes, and the
-ranks die with it.
+The program of a rank of :mod:`harness`, with the number of its connection; :mod:`mpi_rank` is another.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -201,12 +198,13 @@ def serve_rank(connection: Connection) -> None:
         connection.send_bytes(answer)
 
 
-def be_rank(connection: Connection, log_fd: int) -> None:
-    """Makes this process a rank: its output goes to a log, and it ends with its parent or the connection."""
+def be_rank(connection: Connection) -> None:
+    """Makes this process a rank, which ends with its parent or the connection."""
+    import torch
+
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    os.close(log_fd)
+    # Makes torch's pool of threads anew, which threads of the rank would do at the same time.
+    torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)  # the last lines of one that dies must be in its log
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
@@ -219,63 +217,20 @@ def be_rank(connection: Connection, log_fd: int) -> None:
     gc.collect()
 
 
-def _preload() -> None:
-    import pytest  # noqa: F401 - test modules import it
-    import torch
-
-    import collectives.ranks.processes  # noqa: F401 - of which ranks need a function
-
-    torch.set_num_threads(1)
-    for name in ("host", "gloo", "round_robin"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"collectives.backends.{name}")
-    gc.freeze()
-
-
-def serve_forks(control: socket.socket) -> None:
-    """Forks ranks and reports how they ended, until the control socket closes."""
-    _preload()
-    control.send(b"ready")
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, 4096, 2)
-        if not message:
-            return
-        command, _, operand = message.decode().partition(" ")
-        if command == "wait":
-            control.send(str(os.waitstatus_to_exitcode(os.waitpid(int(operand), 0)[1])).encode())
-            continue
-        if command == "load":
-            for name in operand.split(","):
-                importlib.import_module(name)
-            gc.freeze()
-            control.send(b"loaded")
-            continue
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                control.close()
-                connection_fd, log_fd = fds
-                # Makes torch's pool of threads anew, which threads of the rank would do at the same time.
-                sys.modules["torch"].set_num_threads(1)
-                be_rank(Connection(connection_fd), log_fd)
-                status = 0
-            except BaseException:  # noqa: BLE001 - a forked process must not go on in the server's code
-                traceback.print_exc()
-            finally:
-                # Without the interpreter's shutdown: a thread of a group that a test left behind must not
-                # hold the process.
-                os._exit(status)
-        for fd in fds:
-            os.close(fd)
-        control.send(str(child).encode())
-
-
 if __name__ == "__main__":
-    sys.path[:1] = [str(Path(__file__).parents[1])]
+    sys.path[:0] = [str(Path(__file__).parents[1])]
     from sources import IMPORTED_FROM
 
     sys.path[:1] = map(str, IMPORTED_FROM)
     import rank_server  # under this name the classes above are pickled on the other side
 
-    rank_server.serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    status = 1
+    try:
+        os.set_inheritable(int(sys.argv[1]), False)
+        rank_server.be_rank(Connection(int(sys.argv[1])))
+        status = 0
+    except BaseException:  # noqa: BLE001 - in its log
+        traceback.print_exc()
+    finally:
+        # Without the interpreter's shutdown: a thread of a group that a test left behind must not hold it.
+        os._exit(status)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import select
 import signal
-import struct
 import sys
-import termios
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +17,6 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Task
-
-__all__ = ["Died", "RankFailedError", "RankProcess", "RankTimeoutError", "Watch"]
 
 _GRACE_SECONDS = 5.0
 """How long the other ranks may still report their own errors after the first one failed."""
@@ -76,27 +71,10 @@ class RankProcess:
         self.pidfd = os.pidfd_open(pid)
         self._log = log
         self._seen = 0
-        self._former = self._task = "nothing"
 
     def start(self, task: Task) -> None:
         self._seen = self._log.stat().st_size
-        self._former, self._task = self._task, task.qualname
         self.connection.send_bytes(pickle.dumps(task))
-
-    def state(self) -> str:
-        """Returns what tells a late rank from one that never got its task, or whose task another read."""
-        unread = struct.unpack("i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
-        process = Path(f"/proc/{self.pid}")
-        children: list[str] = []
-        waits = "?"
-        with contextlib.suppress(OSError):  # it ends just now, or the kernel does not tell us
-            for thread in (process / "task").iterdir():
-                children += (thread / "children").read_text().split()
-            waits = (process / "stack").read_text().partition(" ")[2].partition("+")[0]
-        return (
-            f"pid {self.pid}, its task {'not read' if unread else 'read'}, the one before {self._former}, "
-            f"in the kernel's {waits}, its children {', '.join(children) or 'none'}"
-        )
 
     def output(self) -> str:
         """Returns what the rank wrote to stdout and stderr since its task began."""
@@ -210,7 +188,7 @@ class Watch:
         time.sleep(0.5)
         late = [(rank, self._ranks[rank]) for rank in sorted(self._waiting)]
         return [
-            f"--- rank {rank} ({process.state()}) is here, after its output\n{process.output()}"
+            f"--- rank {rank} (pid {process.pid}) is here, after its output\n{process.output()}"
             for rank, process in late
         ]
 

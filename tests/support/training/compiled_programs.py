@@ -10,8 +10,6 @@ import collectives
 import collectives.backends.host
 import collectives.ddp
 
-__all__ = ["compare_compiled"]
-
 PACKAGES = [
     Path(package.__file__).resolve().parent
     for package in (collectives, collectives.ddp, collectives.store, collectives.backends)
