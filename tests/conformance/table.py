@@ -233,12 +233,16 @@ class Case:
         return [self.length((r, me)) for r in ranks], [self.length((me, r)) for r in ranks]
 
 
-def offered(group: ProcessGroup, operation: Operation, dtype: torch.dtype, op: ReduceOp) -> bool:
+def offered(
+    group: ProcessGroup, operation: Operation, dtype: torch.dtype, op: ReduceOp, device: str = "cpu"
+) -> bool:
     about = {"op": op} if operation.reduces else {}
-    return group.supports(operation.offered_as, device="cpu", dtype=dtype, **about)
+    return group.supports(operation.offered_as, device=device, dtype=dtype, **about)
 
 
-def data_types(group: ProcessGroup, operation: Operation) -> Iterator[tuple[torch.dtype, list[ReduceOp]]]:
+def data_types(
+    group: ProcessGroup, operation: Operation, device: str
+) -> Iterator[tuple[torch.dtype, list[ReduceOp]]]:
     """Yields the data types that a group takes, and the reductions of each; it must move all that there are.
 
     Of more than two ranks, Gloo and NCCL's double have one reduction of each, in turn: they need milliseconds
@@ -246,19 +250,19 @@ def data_types(group: ProcessGroup, operation: Operation) -> Iterator[tuple[torc
     """
     for turn, dtype in enumerate(DTYPES if operation.reduces else (*DTYPES, *BYTES_ONLY)):
         if not operation.reduces:
-            assert offered(group, operation, dtype, ReduceOp.SUM), dtype
+            assert offered(group, operation, dtype, ReduceOp.SUM, device), dtype
             yield dtype, [ReduceOp.SUM]
             continue
-        ops = [op for op in OPS if offered(group, operation, dtype, op)]
+        ops = [op for op in OPS if offered(group, operation, dtype, op, device)]
         few = group.name() in {"gloo", "nccl"} and group.size() > 2
         yield dtype, ops[turn % len(ops) :][:1] if few and ops else ops
 
 
-def cases(group: ProcessGroup, operation: Operation) -> Iterator[Case]:
-    """Yields the cases of a collective."""
+def cases(group: ProcessGroup, operation: Operation, device: str = "cpu") -> Iterator[Case]:
+    """Yields the cases of a collective, for tensors of a type of devices."""
     turns, size = itertools.count(), group.size()
     uneven = group.capabilities.uneven and operation in UNEVEN
-    for dtype, ops in data_types(group, operation):
+    for dtype, ops in data_types(group, operation, device):
         for op in ops:
             shapes = [one for one in SHAPES if dtype not in BYTES_ONLY or one[1] in {"dense", "scalar"}]
             # All shapes, but not with each reduction, nor with each data type of NCCL's double.
@@ -269,7 +273,7 @@ def cases(group: ProcessGroup, operation: Operation) -> Iterator[Case]:
             if uneven:
                 yield Case(operation, next(turns), size, dtype, 7, "dense", op, "little")
     for dtype, layout in ((torch.bfloat16, "dense"), (torch.uint8, "offset"), (torch.complex64, "strided")):
-        if offered(group, operation, dtype, ReduceOp.SUM):
+        if offered(group, operation, dtype, ReduceOp.SUM, device):
             yield Case(operation, next(turns), size, dtype, LARGE, layout)
     for count in PATHS if group.name() != "nccl" else PATHS[:1]:
         for _ in range(2):
@@ -292,7 +296,9 @@ def joined(pieces: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.uint8), *map(raw, pieces)]).view(dtype)
 
 
-def run(report: Report, case: Case, issue: Issue, me: int, machines: list[list[int]]) -> list[torch.Tensor]:
+def run(
+    report: Report, case: Case, issue: Issue, me: int, machines: list[list[int]], device: str = "cpu"
+) -> list[torch.Tensor]:
     """Issues a case on a rank, and compares; returns the outputs."""
     operation, size = case.operation, case.size
 
@@ -301,7 +307,7 @@ def run(report: Report, case: Case, issue: Issue, me: int, machines: list[list[i
 
     def lay(kind: Operand, flat: list[torch.Tensor]) -> list[Placed]:
         flat = [joined(flat, case.dtype)] if kind is Operand.PARTS else flat
-        return [place(one, case.layout) for one in flat]
+        return [place(one, case.layout).on(device) for one in flat]
 
     def blank(one: Piece) -> torch.Tensor:
         return values(case.dtype, 77, case.length(one), salt=99)

@@ -171,7 +171,7 @@ BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES)
 def test_callbacks_wait(backend: str, body: Callable[[ProcessGroup], None]) -> None:
     run_ranks(body, 2, backend=backend)
 

@@ -145,10 +145,6 @@ def refused(group: ProcessGroup) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_wrong_arguments(backend: str, world_size: int) -> None:
-    run_ranks(refused, world_size, backend=backend)
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "match"),
     [(2, 2, "rank is 2, but the ranks of a group of 2 are 0 to 1"),
@@ -189,10 +185,6 @@ def expanded(group: ProcessGroup) -> None:
     assert [part.unique().tolist() for part in parts] == [[10.0 * rank] for rank in range(size)]
 
 
-def test_expanded_tensors_are_not_written(backend: str, world_size: int) -> None:
-    run_ranks(expanded, world_size, backend=backend)
-
-
 def shared_bytes(group: ProcessGroup) -> None:
     """Elements that share bytes are cut at bytes only."""
     size = group.size()
@@ -208,5 +200,6 @@ def shared_bytes(group: ProcessGroup) -> None:
     group.barrier().wait()
 
 
-def test_parts_that_end_within_a_byte(backend: str) -> None:
-    run_ranks(shared_bytes, 2, backend=backend)
+@pytest.mark.parametrize("body", [refused, expanded, shared_bytes])
+def test_wrong_arguments(backend: str, world_size: int, body: Callable[[ProcessGroup], None]) -> None:
+    run_ranks(body, world_size, backend=backend)

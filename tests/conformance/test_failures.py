@@ -108,7 +108,7 @@ def lose_a_rank(group: ProcessGroup, operation: Callable[[ProcessGroup], Work], 
     return took
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_rank_is_killed(backend: str, operation: Callable[[ProcessGroup], Work]) -> None:
     results = run_ranks(lose_a_rank, 4, operation, False, backend=backend, isolated=True, lost={1})
     assert results[1] == Died(-signal.SIGKILL)

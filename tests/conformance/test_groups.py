@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -84,10 +85,6 @@ def several(rank: int, size: int, backend: str) -> None:
     c.shutdown()
 
 
-def test_several_groups_at_once(backend: str, world_size: int) -> None:
-    run_ranks(several, world_size, backend)
-
-
 def subgroups(rank: int, size: int, backend: str) -> list[float]:
     everybody = make(backend, "all", list(range(size)), rank)
     parity = [member for member in range(size) if member % 2 == rank % 2]
@@ -142,19 +139,11 @@ def barriers(group: ProcessGroup) -> None:
     assert work.result() == []
 
 
-def test_barrier(backend: str, world_size: int) -> None:
-    run_ranks(barriers, world_size, backend=backend)
-
-
 def barrier_after(group: ProcessGroup) -> None:
     """A barrier that is done says that the collectives issued before it are."""
     works = [group.allreduce(torch.ones(50_000)) for _ in range(6)]
     group.barrier().wait()
     assert all(work.is_completed() for work in works)
-
-
-def test_barrier_covers_earlier_collectives(backend: str, world_size: int) -> None:
-    run_ranks(barrier_after, world_size, backend=backend)
 
 
 def monitored(group: ProcessGroup) -> None:
@@ -171,12 +160,6 @@ def monitored(group: ProcessGroup) -> None:
     x = torch.ones(1)
     group.allreduce(x).wait()
     group.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
-
-
-def test_monitored_barrier_names_the_missing_rank(backend: str, world_size: int) -> None:
-    if world_size == 1:
-        pytest.skip("nobody can be missing")
-    run_ranks(monitored, world_size, backend=backend)
 
 
 def keys_after(group: ProcessGroup, barriers: int) -> int:
@@ -200,24 +183,6 @@ def test_monitored_barriers_leave_no_keys_behind(backend: str) -> None:
 
 def test_monitored_barrier_where_the_job_has_a_secret() -> None:
     run_ranks(monitored, 2, backend="host", env={"COLLECTIVES_SECRET": "a secret that all processes share"})
-
-
-def limits(group: ProcessGroup) -> None:
-    assert group.timeout == timedelta(seconds=25)
-    group.set_timeout(timedelta(seconds=20))
-    assert group.timeout == timedelta(seconds=20)
-    with pytest.raises(ValueError, match="timeout must be positive, but is -1"):
-        group.set_timeout(timedelta(seconds=-1))
-    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, but is '5'"):
-        group.set_timeout("5")
-    assert group.timeout == timedelta(seconds=20)
-    x = torch.ones(1)
-    group.allreduce(x).wait()
-    assert x.item() == group.size()
-
-
-def test_set_timeout(backend: str) -> None:
-    run_ranks(limits, 2, backend=backend, group_timeout=timedelta(seconds=25))
 
 
 def ends(rank: int, size: int, backend: str) -> None:
@@ -251,10 +216,6 @@ def ends(rank: int, size: int, backend: str) -> None:
     assert eventually(lambda: not any(store.list_keys() for store in left)), [s.list_keys() for s in left]
 
 
-def test_shutdown_and_abort_are_idempotent(backend: str, world_size: int) -> None:
-    run_ranks(ends, world_size, backend)
-
-
 def cycles(rank: int, size: int, backend: str) -> tuple[int, int]:
     def once(turn: int) -> None:
         group = make(backend, f"turn{turn}", list(range(size)), rank)
@@ -278,3 +239,13 @@ def test_groups_leave_no_descriptors_and_threads(backend: str) -> None:
     for descriptors, threads in run_ranks(cycles, 2, backend):
         assert descriptors <= 3
         assert threads <= 0
+
+
+@pytest.mark.parametrize("body", [several, ends])
+def test_groups_of_all(backend: str, world_size: int, body: Callable[[int, int, str], None]) -> None:
+    run_ranks(body, world_size, backend)
+
+
+@pytest.mark.parametrize("body", [barriers, barrier_after])
+def test_barriers(backend: str, world_size: int, body: Callable[[ProcessGroup], None]) -> None:
+    run_ranks(body, world_size, backend=backend)

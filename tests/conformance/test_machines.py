@@ -25,6 +25,6 @@ BODIES = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("placement", ["abc", "aabb"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES)
 def test_between_machines(body: Callable[[ProcessGroup], None], placement: str) -> None:
     run_ranks(body, len(placement), backend="host", placement=placement, timeout=110)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from conformance.oracle import BYTES_ONLY, DTYPES, Report, place, values
@@ -46,10 +48,6 @@ def exchange(group: ProcessGroup) -> None:
     report.finish(100)
 
 
-def test_every_data_type_and_layout(backend: str, world_size: int) -> None:
-    run_ranks(exchange, world_size, backend=backend)
-
-
 def tags_and_order(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
     peer = (me + size // 2) % size
@@ -75,12 +73,6 @@ def tags_and_order(group: ProcessGroup) -> None:
     assert [output[0].item() for output in outputs] == list(range(40))
 
 
-def test_tags_match_and_order_is_kept(backend: str, world_size: int) -> None:
-    if world_size == 1:
-        pytest.skip("needs a peer; messages to oneself have their own test")
-    run_ranks(tags_and_order, world_size, backend=backend)
-
-
 def receives_first(group: ProcessGroup) -> None:
     """All post their receives, and only when all have done so the sends."""
     me, size = group.rank(), group.size()
@@ -100,10 +92,6 @@ def receives_first(group: ProcessGroup) -> None:
         assert work.source_rank() == rank
 
 
-def test_receives_before_sends_on_all_sides(backend: str, world_size: int) -> None:
-    run_ranks(receives_first, world_size, backend=backend)
-
-
 def large_both_ways(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
     others = [rank for rank in range(size) if rank != me]
@@ -114,10 +102,6 @@ def large_both_ways(group: ProcessGroup) -> None:
         assert torch.equal(got, values(torch.float32, rank, 1_000_003, salt=me))
     for work in sends:
         work.wait()
-
-
-def test_large_messages_cross(backend: str, world_size: int) -> None:
-    run_ranks(large_both_ways, world_size, backend=backend)
 
 
 def from_anyone(group: ProcessGroup) -> None:
@@ -144,31 +128,22 @@ def from_anyone(group: ProcessGroup) -> None:
         assert got.item() == 100 + rank
 
 
-def test_any_source(backend: str, world_size: int) -> None:
-    if world_size == 1:
-        pytest.skip("needs a peer")
-    run_ranks(from_anyone, world_size, backend=backend)
-
-
 def empty_from_anyone(group: ProcessGroup) -> None:
     """A message without elements that is there before its receive."""
     sent = []
-    if group.rank() == 1:
+    sender = group.size() - 1
+    if group.rank() == sender:
         sent = [group.send(tensor, 0, 4) for tensor in (torch.empty(0), torch.ones(2))]
     group.barrier().wait()
     if group.rank() == 0:
         work = group.recv_anysource(torch.empty(0), 4)
         work.wait()
-        assert work.source_rank() == 1
+        assert work.source_rank() == sender
         got = torch.zeros(2)
         group.recv_anysource(got, 4).wait()
         assert got.tolist() == [1.0, 1.0]
     for work in sent:
         work.wait()
-
-
-def test_empty_message_from_any_source(backend: str) -> None:
-    run_ranks(empty_from_anyone, 2, backend=backend)
 
 
 def to_oneself(group: ProcessGroup) -> None:
@@ -199,10 +174,6 @@ def to_oneself(group: ProcessGroup) -> None:
     assert any_of_them.item() == 2.0
 
 
-def test_messages_to_oneself(backend: str, world_size: int) -> None:
-    run_ranks(to_oneself, world_size, backend=backend)
-
-
 def beside_collectives(group: ProcessGroup) -> None:
     """Messages match apart from the collectives: one that waits for its peer does not stop them."""
     me, size = group.rank(), group.size()
@@ -218,10 +189,6 @@ def beside_collectives(group: ProcessGroup) -> None:
     group.send(torch.full((10,), float(me)), after, 2).wait()
     receive.wait()
     assert got.tolist() == [float(before)] * 10
-
-
-def test_messages_do_not_stop_collectives(backend: str, world_size: int) -> None:
-    run_ranks(beside_collectives, world_size, backend=backend)
 
 
 def futures_of_messages(group: ProcessGroup) -> None:
@@ -247,5 +214,12 @@ def futures_of_messages(group: ProcessGroup) -> None:
         send.source_rank()
 
 
-def test_works_of_messages(backend: str, world_size: int) -> None:
-    run_ranks(futures_of_messages, world_size, backend=backend)
+BODIES = [
+    exchange, tags_and_order, receives_first, large_both_ways, from_anyone, empty_from_anyone, to_oneself,
+    beside_collectives, futures_of_messages,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_messages(backend: str, world_size: int, body: Callable[[ProcessGroup], None]) -> None:
+    run_ranks(body, world_size, backend=backend)

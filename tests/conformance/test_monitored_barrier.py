@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.test_failures import PATIENCE, kill_me
 from harness import Died, current_store, run_ranks
 
 from collectives import CollectiveTimeoutError, DistError, DistNetworkError, PeerLostError, ProcessGroup
@@ -17,13 +17,6 @@ from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore, TCPStore
 
 LONG = timedelta(seconds=60)
-PATIENCE = 15.0
-"""Seconds within which survivors must know; far below the limit of the barrier."""
-
-
-def kill_me() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
 
 
 def outcome(group: ProcessGroup, limit: timedelta, wait_all_ranks: bool = False) -> tuple[DistError, float]:

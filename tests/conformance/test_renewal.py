@@ -62,6 +62,5 @@ def broken_and_renewed(group):
     group.barrier().wait()
 
 
-@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
 def test_a_broken_group_is_connected_anew(backend) -> None:
     run_ranks(broken_and_renewed, 3, backend=backend)

@@ -59,29 +59,3 @@ def lie(rank: int, size: int) -> None:
 
 def test_a_yes_that_fails_is_found() -> None:
     run_ranks(lie, 2, isolated=True)
-
-
-class Modest(ProcessGroupGloo):
-    """Does what it says that it does not."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(devices=frozenset({"cpu"}), reductions={torch.float32: frozenset({"SUM"})})
-
-    def _admit(self, operation, tensor, op=None):
-        if tensor.dtype is not torch.float32 or op is None or op.name != "MAX":
-            super()._admit(operation, tensor, op)
-
-
-def be_modest(rank: int, size: int) -> None:
-    group = Modest(GroupOptions(current_store(), rank, size))
-    with pytest.raises(
-        AssertionError, match=r"all_reduce torch.float32 on cpu MAX: not offered.*nothing was"
-    ):
-        check_statements(group, "cpu", None)
-    group.shutdown()
-
-
-@pytest.mark.full
-def test_a_no_that_is_carried_out_is_found() -> None:
-    run_ranks(be_modest, 2)

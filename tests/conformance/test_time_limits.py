@@ -50,6 +50,8 @@ def numbers(group: ProcessGroup) -> None:
             if turn % group.size() == group.rank() or turn > 4:
                 with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, but is "):
                     take(wrong)
+    with pytest.raises(ValueError, match="timeout must be positive, but is -1"):
+        group.set_timeout(timedelta(seconds=-1))
     for work in begun:
         assert work.wait(timedelta(0))
     for work in begun:

@@ -53,10 +53,6 @@ def many_in_flight(group: ProcessGroup) -> None:
         assert [part[0].item() for part in parts[n]] == [n + rank for rank in range(size)]
 
 
-def test_many_in_flight_waited_in_any_order(backend: str, world_size: int) -> None:
-    run_ranks(many_in_flight, world_size, backend=backend)
-
-
 def states(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
     x = torch.full((5,), 1.0 + me)
@@ -91,19 +87,11 @@ def states(group: ProcessGroup) -> None:
     group.allreduce(x).wait()
 
 
-def test_states(backend: str, world_size: int) -> None:
-    run_ranks(states, world_size, backend=backend)
-
-
 def polled(group: ProcessGroup) -> None:
     x = torch.ones(7)
     work = group.allreduce(x)
     assert eventually(work.is_completed)
     assert x.tolist() == [group.size()] * 7
-
-
-def test_completes_without_wait(backend: str, world_size: int) -> None:
-    run_ranks(polled, world_size, backend=backend)
 
 
 def forgotten(group: ProcessGroup) -> None:
@@ -122,10 +110,6 @@ def forgotten(group: ProcessGroup) -> None:
     for _ in range(20):
         group.recv(got, (me - 1) % size, 4).wait()
         assert got.unique().tolist() == [3.0]
-
-
-def test_works_that_nobody_keeps(backend: str, world_size: int) -> None:
-    run_ranks(forgotten, world_size, backend=backend)
 
 
 def futures(group: ProcessGroup) -> None:
@@ -166,10 +150,6 @@ def futures(group: ProcessGroup) -> None:
         assert future.then(lambda done: len(done.value())).wait() == len(future.value())
 
 
-def test_futures(backend: str, world_size: int) -> None:
-    run_ranks(futures, world_size, backend=backend)
-
-
 def outputs_of_inference(group: ProcessGroup) -> None:
     """Strided outputs made under inference mode, waited for by the caller, a future and nobody."""
     with torch.inference_mode():
@@ -184,10 +164,6 @@ def outputs_of_inference(group: ProcessGroup) -> None:
     del works
     group.barrier().wait()
     assert eventually(lambda: all(output.tolist() == [float(group.size())] * 4 for output in outputs))
-
-
-def test_outputs_of_inference(backend: str, world_size: int) -> None:
-    run_ranks(outputs_of_inference, world_size, backend=backend)
 
 
 def from_threads(group: ProcessGroup) -> None:
@@ -229,10 +205,6 @@ def from_threads(group: ProcessGroup) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_any_thread_waits_and_issues(backend: str, world_size: int) -> None:
-    run_ranks(from_threads, world_size, backend=backend)
 
 
 def gil_is_free(group: ProcessGroup) -> None:
@@ -328,12 +300,15 @@ def shared_memory(group: ProcessGroup) -> None:
     group.barrier().wait()
 
 
-def test_tensors_that_share_memory(backend: str, world_size: int) -> None:
-    run_ranks(shared_memory, world_size, backend=backend)
+BODIES = [
+    many_in_flight, states, polled, forgotten, futures, outputs_of_inference, from_threads, coalesced,
+    shared_memory,
+]  # fmt: skip
 
 
-def test_coalesced_operations(backend: str, world_size: int) -> None:
-    run_ranks(coalesced, world_size, backend=backend)
+@pytest.mark.parametrize("body", BODIES)
+def test_works(backend: str, world_size: int, body: Callable[[ProcessGroup], None]) -> None:
+    run_ranks(body, world_size, backend=backend)
 
 
 def test_a_last_step_that_a_signal_breaks_off_runs_again() -> None:

@@ -19,6 +19,10 @@ def everything(group: ProcessGroup) -> str | None:
     if reason is None:
         take_device(group.rank(), group.size())
         every_operation(group, "cuda")
+        torch.cuda._sleep(100_000_000)  # a producer that is late on the current stream
+        x = torch.full((300_001,), group.rank() + 1.0, device="cuda")
+        group.allreduce(x).wait()
+        assert x.unique().tolist() == [group.size() * (group.size() + 1) / 2]
     return reason
 
 

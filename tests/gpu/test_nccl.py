@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conformance.oracle import Report, close, place, reduced, values
+from conformance.oracle import NcclReport
+from conformance.test_values import NAMES, right_values
 from gpu.cuda_ranks import needs_device, run_on_cuda, take_device
 from harness import current_store, run_ranks
 from optimizers_in_hooks import every_form
 
 import collectives
-from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
+from collectives import CollectiveTimeoutError, ProcessGroup
 from collectives.backends.nccl import providers
 from collectives.bench.core.devices import numbers_of_ranks
-from collectives.core.types import AllreduceOptions, make_premul_sum
+from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel
 
 pytestmark = needs_device
@@ -31,88 +33,14 @@ everywhere = pytest.mark.parametrize(
 CYCLES = 100_000_000
 """What torch.cuda._sleep takes; 50 to 100 ms on today's devices."""
 
-DTYPES = (
-    torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64,
-)  # fmt: skip
-OPS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, make_premul_sum(0.3))
+
+def every_collective(group: ProcessGroup) -> None:
+    for name in NAMES:
+        right_values(group, name, NcclReport, device="cuda")
 
 
-def on_device(
-    dtype: torch.dtype, rank: int, count: int, layout: str = "dense", salt: int = 0
-) -> torch.Tensor:
-    placed = place(values(dtype, rank, count, salt), layout).tensor
-    moved = torch.empty(placed.shape, dtype=dtype, device="cuda") if layout == "dense" else None
-    if moved is None:
-        moved = torch.empty(3 * count + 2, dtype=dtype, device="cuda")[1 : 1 + 3 * count : 3]
-    moved.copy_(placed)
-    return moved
-
-
-def reductions(group: ProcessGroup) -> None:
-    report, me, size = Report(group), group.rank(), group.size()
-    turn = 0
-    for dtype in DTYPES:
-        for op in OPS:
-            if not group.supports("all_reduce", device="cuda", dtype=dtype, op=op) or (
-                op is ReduceOp.AVG and not dtype.is_floating_point
-            ):
-                continue
-            for layout in ("dense", "strided"):
-                turn += 1
-                inputs = [values(dtype, rank, 1009) for rank in range(size)]
-                mine = on_device(dtype, me, 1009, layout)
-                options = AllreduceOptions(reduceOp=op, asyncOp=turn % 2 == 0)
-                case = f"{dtype} {op.name} {layout}"
-                report.run(case, lambda m=mine, o=options: group.allreduce([m], o).wait())
-                report.expect(case, close(mine.cpu(), reduced(inputs, op), inputs, op))
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        for op in (ReduceOp.SUM, ReduceOp.MAX):
-            if not group.supports("all_reduce", device="cuda", dtype=dtype, op=op):
-                continue
-            inputs = [((torch.arange(1009) + rank) % 3).to(dtype) for rank in range(size)]
-            mine = inputs[me].cuda()
-            case, options = f"{dtype} {op.name}", AllreduceOptions(reduceOp=op)
-            report.run(case, lambda m=mine, o=options: group.allreduce([m], o).wait())
-            stacked = torch.stack([tensor.float() for tensor in inputs])
-            expected = stacked.sum(0) if op is ReduceOp.SUM else stacked.amax(0)  # held exactly
-            report.same(case, mine.cpu().float(), expected)
-    report.finish(30)
-
-
-def movements(group: ProcessGroup) -> None:
+def messages(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
-    for dtype in (torch.float32, torch.int16, torch.complex128):
-        for layout in ("dense", "strided"):
-            parts = [on_device(dtype, 9, 65 + rank, layout) for rank in range(size)]
-            group.allgather(parts, on_device(dtype, me, 65 + me, layout)).wait()
-            same = [torch.empty(65, dtype=dtype, device="cuda") for _ in range(size)]
-            group.allgather(same, on_device(dtype, me, 65, layout)).wait()
-            for rank in range(size):
-                assert torch.equal(parts[rank].cpu(), values(dtype, rank, 65 + rank))
-                assert torch.equal(same[rank].cpu(), values(dtype, rank, 65))
-            x = on_device(dtype, me, 131, layout)
-            group.broadcast(x, root=size - 1).wait()
-            assert torch.equal(x.cpu(), values(dtype, size - 1, 131))
-            outputs = [on_device(dtype, 9, 33, layout) for _ in range(size)]
-            inputs = [on_device(dtype, me, 33, layout, salt=to) for to in range(size)]
-            group.alltoall(outputs, inputs).wait()
-            for rank in range(size):
-                assert torch.equal(outputs[rank].cpu(), values(dtype, rank, 33, salt=me))
-            gathered = [on_device(dtype, 9, 7) for _ in range(size)] if me == 0 else None
-            group.gather(gathered, on_device(dtype, me, 7, layout), root=0).wait()
-            for rank, tensor in enumerate(gathered or ()):
-                assert torch.equal(tensor.cpu(), values(dtype, rank, 7))
-            got = on_device(dtype, 9, 7, layout)
-            given = [on_device(dtype, 5, 7, layout, salt=to) for to in range(size)] if me == 0 else None
-            group.scatter(got, given, root=0).wait()
-            assert torch.equal(got.cpu(), values(dtype, 5, 7, salt=me))
-    part = torch.empty(5, device="cuda")
-    group.reduce_scatter_single(part, torch.ones(5 * size, device="cuda")).wait()
-    assert part.tolist() == [float(size)] * 5
-    tensors = [torch.ones(n, device="cuda") for n in (1, 10, 100)]
-    group.allreduce_coalesced(tensors).wait()
-    assert all((tensor == size).all() for tensor in tensors)
     got, partner = torch.zeros(1000, device="cuda"), me ^ 1
     # One after the other. Sent first on all ranks, also around a ring, each would wait for the next one.
     for sender in sorted((me, partner)) if partner < size else ():
@@ -130,13 +58,9 @@ def movements(group: ProcessGroup) -> None:
 
 
 @everywhere
-def test_values(provider: str, size: int) -> None:
-    run_on_cuda(reductions, provider=provider, size=size)
-
-
-@everywhere
-def test_movements(provider: str, size: int) -> None:
-    run_on_cuda(movements, provider=provider, size=size)
+@pytest.mark.parametrize("body", [every_collective, messages])
+def test_values(provider: str, size: int, body: Callable[[ProcessGroup], None]) -> None:
+    run_on_cuda(body, provider=provider, size=size)
 
 
 def streams(group: ProcessGroup) -> None:
