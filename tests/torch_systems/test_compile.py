@@ -74,18 +74,6 @@ def over_a_mesh(rank, size):
     assert torch.equal(results[0][1], results[1][1])
 
 
-def data_parallel(rank, size):
-    """The graph is broken where buckets end, and not."""
-    expected = trained(net(), size)
-    for broken in (True, False):
-        small = mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 100)
-        with small, torch._dynamo.config.patch(optimize_ddp=broken):
-            torch._dynamo.reset()
-            model = DistributedDataParallel(net(), bucket_cap_mb=0.0001)
-            train(torch.compile(model, backend="aot_eager"), adam(model.parameters()), size, share(rank))
-            check(model.module.state_dict(), expected)
-
-
 def graphs_of_data_parallel(rank, size):
     """Returns the numbers of graphs with small buckets, with one, and unbroken; gradients are right."""
     oracle, counts = net(), []
@@ -123,8 +111,7 @@ def fully_sharded(rank, size):
 
 @pytest.mark.parametrize(
     "body",
-    [functional_collectives, of_torch_distributed, over_a_mesh, data_parallel, fully_sharded],
-    ids=lambda body: body.__name__,
+    [functional_collectives, of_torch_distributed, over_a_mesh, fully_sharded],
 )
 def test_compile(body):
     run_torch(body, 2 if body is not over_a_mesh else 4)

@@ -100,9 +100,7 @@ def killed(rank, size, build):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "build", [plain, static, finding_unused, hooked, sharded], ids=lambda build: build.__name__
-)
+@pytest.mark.parametrize("build", [plain, static, finding_unused, hooked, sharded])
 def test_killed(build):
     answers = run_torch(killed, 3, build, isolated=True, lost=[LOST])
     assert answers[LOST].exitcode == -signal.SIGKILL
@@ -134,7 +132,7 @@ def stopped(rank, size, build):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("build", [plain, hooked, sharded], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [plain, hooked, sharded])
 def test_stopped(build):
     answers = run_torch(stopped, 3, build, isolated=True)
     for answer in answers:

@@ -195,7 +195,7 @@ BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES)
 def test_system(body: Callable[[int, int], None]) -> None:
     run_torch(body, 4, isolated=True)  # torch keeps meshes of worlds that have ended
 
