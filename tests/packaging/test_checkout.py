@@ -56,19 +56,6 @@ def test_a_breakpoint_in_a_linked_folder_stops(tmp_path: Path) -> None:
     assert "'key'" in text, text
 
 
-def test_coverage_counts_linked_folders(tmp_path: Path) -> None:
-    pytest.importorskip("coverage")
-    script = tmp_path / "script.py"
-    script.write_text("from collectives.store import HashStore\nHashStore().set('key', 'value')\n")
-    settings = {"COVERAGE_FILE": str(tmp_path / "data")}
-    run(sys.executable, "-m", "coverage", "run", script, **settings)
-    report = tmp_path / "report.json"
-    run(sys.executable, "-m", "coverage", "json", "-q", "-o", report, **settings)
-    files = {Path(name).as_posix(): found for name, found in json.loads(report.read_text())["files"].items()}
-    found = next(value for name, value in files.items() if name.endswith("store/memory.py"))
-    assert line_of("store/memory.py", "def _set(") in found["executed_lines"]
-
-
 def test_an_archive_of_the_repository_holds_links_and_makes_a_complete_sdist(tmp_path: Path) -> None:
     archive = tmp_path / "archive.tar"
     if not (CHECKOUT / ".git").exists():

@@ -8,21 +8,16 @@ import pytest
 import torch
 
 from collectives import _native
+from collectives.conformance import oracle
 from collectives.core import native_dtypes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
-FLOAT8 = [
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
+FLOAT8 = [*oracle.FLOAT8]
 FLOAT16 = [torch.float16, torch.bfloat16]
 FLOATS = [*FLOAT8, *FLOAT16, torch.float32, torch.float64]
-COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+COMPLEX = [*oracle.COMPLEX]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 INTEGERS = [*UNSIGNED, *SIGNED]
@@ -172,11 +167,7 @@ def naive(op: int, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
     if dtype in INTEGERS:
         return naive_integer(op, sources, factor)
     if dtype in COMPLEX:
-        part = {
-            torch.complex32: torch.float16,
-            torch.complex64: torch.float32,
-            torch.complex128: torch.float64,
-        }[dtype]
+        part = oracle.PARTS[dtype]
         return naive_float(op, [s.view(part) for s in sources], factor).view(dtype)
     return naive_float(op, sources, factor)
 

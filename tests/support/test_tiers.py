@@ -57,11 +57,6 @@ def test_a_seed_draws_the_same_again_and_another_one_does_not():
     assert len({str(drawn(seed, **values)) for seed in range(10)}) > 1
 
 
-def test_one_parameter_is_no_product():
-    assert len(drawn(1, word=["a", "b", "c"])) == 3
-    assert len(drawn(1)) == 1
-
-
 def test_functions_share_the_values_of_shared_parameters():
     used = Counter()
     for seed in range(4):
@@ -73,29 +68,3 @@ def test_functions_share_the_values_of_shared_parameters():
 def test_a_mark_says_how_many():
     assert len(drawn(1, pytest.mark.sampled(2).mark, word=["a", "b", "c"])) == 2
     assert len(drawn(1, pytest.mark.sampled(5).mark, word=["a", "b", "c"])) == 3
-
-
-def test_folders_of_the_full_tier_are_there():
-    assert all((tiers.TESTS / folder).is_dir() for folder in tiers.FULL_FOLDERS)
-
-
-@pytest.mark.parametrize(
-    ("args", "full", "ignored"),
-    [
-        ([], False, True),
-        (["tests"], False, True),
-        (["tests/store", "tests/torch_systems"], False, True),
-        (["tests/torch_systems/systems"], False, False),
-        (["tests/torch_systems/systems/test_systems.py::test_system[dtensors]"], False, False),
-        ([], True, False),
-    ],
-)
-def test_folders_of_the_full_tier_are_not_imported(args, full, ignored):
-    config = SimpleNamespace(
-        args=args,
-        getoption={"full": full}.get,
-        invocation_params=SimpleNamespace(dir=tiers.TESTS.parent),
-    )
-    assert tiers.is_ignored(tiers.TESTS / "torch_systems" / "systems", config) is ignored
-    assert not tiers.is_ignored(tiers.TESTS / "store", config)
-    assert not tiers.is_ignored(tiers.TESTS / "torch_systems", config)
