@@ -6,7 +6,6 @@ here: transports, algorithms and kernels, which are C++ (``backends/native``).
 
 from __future__ import annotations
 
-from collectives.backends.host.group import ProcessGroupHost, capabilities, create
-from collectives.backends.host.options import option_names
+from collectives.backends.host.group import ProcessGroupHost, capabilities, create, option_names
 
 __all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]

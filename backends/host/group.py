@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,10 +13,8 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends._shared.exit_reasons import abort_reason
+from collectives.backends._shared.exit_reasons import abort_reason, exception_behind
 from collectives.backends._shared.tensor_memory import equal_parts, part_of, split_parts
-from collectives.backends.host.options import refuse_options
-from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
@@ -26,8 +27,6 @@ from collectives.core.types import default_pg_timeout, nanoseconds
 from collectives.core.work import COMPLETED, CompletedWork, Work
 from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions
-
-__all__ = ["ProcessGroupHost", "capabilities", "create"]
 
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
@@ -108,7 +107,7 @@ class ProcessGroupHost(ProcessGroup):
         )
         self._timeout_ns = nanoseconds(self._timeout)
         self._connect(store)
-        end_at_exit(self)
+        _live.add(self)
 
     def _connect(self, store: Any) -> None:
         self._native = form(
@@ -293,6 +292,22 @@ class ProcessGroupHost(ProcessGroup):
         return self._native.report()
 
 
+_live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends groups that nobody destroyed; other ranks hear of an exception that ended the program."""
+    for group in list(_live):
+        with contextlib.suppress(Exception):
+            group.abort() if exception_behind() else group._native.shutdown(False)
+
+
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the backend's own options: none; environment and thresholds say the rest."""
+    return ()
+
+
 def capabilities() -> Capabilities:
     """Returns what groups can do."""
     return _CAPABILITIES
@@ -307,5 +322,9 @@ def create(options: GroupOptions) -> ProcessGroupHost:
     Raises:
         TypeError: there are ``pg_options``: this backend has none.
     """
-    refuse_options(options)
+    if options.pg_options is not None:
+        raise TypeError(
+            f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
+            f"{type(options.pg_options).__name__}"
+        )
     return ProcessGroupHost(**options.membership())

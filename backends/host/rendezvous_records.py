@@ -7,85 +7,66 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from collectives.errors import DistNetworkError
 from collectives.store.process import kernel_of
-from collectives.store.records import Checked, demand, error_of, fields
-
-__all__ = [
-    "address",
-    "address_book",
-    "addresses",
-    "apart",
-    "failure",
-    "invitation",
-    "listener",
-    "location",
-    "new_plan",
-    "plan",
-]
+from collectives.store.records import Checked, demand, fields
 
 _KEY = re.compile("([0-9a-f]{64})?")
 _ADDRESS = re.compile("[a-z0-9-]{1,100}")
 _MOST_PORTS = 2**16
 
 
-def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, on which system, its unix socket, the digits of the group's key.
+def location(record: Any) -> Checked:
+    """Checks where a rank runs: its place, system, unix socket, and the random digits of a key.
 
-    Instead, it may say why it failed. The digits are left out where the job has a secret.
+    The digits are left out where the job has a secret. Of rank 0, thresholds come with it.
     """
-    if isinstance(record, dict) and "failed" in record:
-        return {"failed": failure(record["failed"])}
-    found = fields(record, place=str, system=str, address=str, key=str)
-    address(found["address"])
-    demand(_KEY.fullmatch(found["key"]) is not None, "a key of another length")
+    found = fields(record, place=str, system=str, address=str, key=str, tuning=dict)
+    _demand_name(found["address"])
+    _demand_key(found["key"])
+    _demand_tuning(found["tuning"])
     return found
 
 
-def address(record: Any) -> str:
-    """Checks the unix socket of a machine's leader."""
-    demand(isinstance(record, str) and _ADDRESS.fullmatch(record) is not None, f"the address {record!r}")
-    return str(record)
-
-
-def location(record: Any, size: int) -> Checked:
-    """Checks where a rank runs that does not share rank 0's memory."""
-    return apart(record, size) | fields(record, place=str, system=str)
-
-
-def apart(record: Any, size: int) -> Checked:
-    """Checks which rank cannot share its leader's memory."""
-    return {"rank": _rank(fields(record, rank=int)["rank"], size)}
-
-
-def new_plan(machines: list[list[int]], systems: Sequence[str], tuning: dict[str, int]) -> Checked:
-    """Returns what :func:`plan` takes.
-
-    Args:
-        machines: the ranks of each.
-        systems: on which each rank runs.
-        tuning: thresholds, the same for all: ranks that took different ways would wait for ever.
-    """
-    kernels = [kernel_of(system) for system in systems]
+def new_plan(locations: Sequence[Checked]) -> Checked:
+    """Returns what :func:`plan` takes, from the locations of all ranks."""
+    machines: dict[str, list[int]] = {}
+    for rank, one in enumerate(locations):
+        machines.setdefault(one["place"], []).append(rank)
+    kernels = [kernel_of(one["system"]) for one in locations]
     counts = Counter(kernels)
     return {
-        "machines": machines,
-        "one_system": len({*systems}) == 1,  # so that loopback reaches everyone
+        "machines": list(machines.values()),
+        "addresses": [one["address"] for one in locations],
+        "keys": [locations[leader]["key"] for leader, *_ in machines.values()],
+        "one_system": len({one["system"] for one in locations}) == 1,  # so that loopback reaches everyone
         "ranks_on_host": [counts[kernel] for kernel in kernels],
-        "tuning": tuning,
+        "tuning": locations[0]["tuning"],
     }
 
 
 def plan(record: Any, size: int) -> Checked:
-    """Checks which ranks may share memory, each of them in one machine, and how many ranks its host runs."""
-    found = fields(record, machines=list, one_system=bool, ranks_on_host=list, tuning=dict)
+    """Checks which ranks may share memory, each of them in one machine, and how many ranks its host runs.
+
+    With it come the unix sockets of all ranks, and the digits of each machine's first.
+    """
+    found = fields(
+        record, machines=list, addresses=list, keys=list, one_system=bool, ranks_on_host=list, tuning=dict
+    )
     machines = found["machines"]
     demand(all(isinstance(one, list) and one for one in machines), "a machine without ranks")
     ranks = [_rank(rank, size) for one in machines for rank in one]
     demand(sorted(ranks) == list(range(size)), f"ranks {sorted(ranks)} in a group of {size}")
+    demand(len(found["addresses"]) == size, f"{len(found['addresses'])} addresses of {size} ranks")
+    for address in found["addresses"]:
+        _demand_name(address)
+    demand(len(found["keys"]) == len(machines), f"{len(found['keys'])} keys of {len(machines)} machines")
+    for key in found["keys"]:
+        _demand_key(key)
     counts = found["ranks_on_host"]
     plausible = len(counts) == size and all(_is_number(count) and 0 < count <= size for count in counts)
     demand(plausible, f"{counts} ranks on the hosts of {size}")
-    demand(all(_is_number(number) for number in found["tuning"].values()), "thresholds that are no numbers")
+    _demand_tuning(found["tuning"])
     return found
 
 
@@ -106,8 +87,19 @@ def address_book(ranks: Sequence[Checked]) -> Checked:
     """Returns what :func:`addresses` takes: lists, so that each rank checks those of many with few calls.
 
     Args:
-        ranks: the listeners of all ranks, equally many addresses of each.
+        ranks: the listeners of all ranks.
+
+    Raises:
+        DistNetworkError: a rank has another number of addresses than rank 0.
     """
+    for rank, one in enumerate(ranks):
+        if len(one["places"]) != len(ranks[0]["places"]):
+            raise DistNetworkError(
+                f"rank {rank} on {one['host']!r} offers {len(one['places'])} network addresses and "
+                f"rank 0 on {ranks[0]['host']!r} {len(ranks[0]['places'])}; "
+                "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks",
+                rank,
+            )
     leaders = [one["leader"] for one in ranks]
     places = [place for one in ranks for place in one["places"]]
     return {
@@ -148,10 +140,17 @@ def addresses(record: Any, size: int) -> Checked:
     }
 
 
-def failure(record: Any) -> Checked:
-    """Checks the error of a rank."""
-    error_of(record)
-    return dict(record)
+def _demand_name(address: Any) -> None:
+    right = isinstance(address, str) and _ADDRESS.fullmatch(address) is not None
+    demand(right, f"the address {address!r}")
+
+
+def _demand_key(key: Any) -> None:
+    demand(isinstance(key, str) and _KEY.fullmatch(key) is not None, "a key of another length")
+
+
+def _demand_tuning(tuning: dict[str, Any]) -> None:
+    demand(all(map(_is_number, tuning.values())), "thresholds that are no numbers")
 
 
 def _rank(rank: Any, size: int) -> int:

@@ -20,8 +20,6 @@ from typing import Any
 
 import collectives._native as _native
 
-__all__ = ["FIELDS", "VARIABLE", "defaults", "tuning_for"]
-
 VARIABLE = "COLLECTIVES_TUNING"
 """Environment variable with the path of the file; unset or empty: the defaults."""
 

@@ -18,8 +18,6 @@ from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, settle
 from collectives.time_limits import seconds_to_wait
 
-__all__ = ["HostWork", "Owner", "as_tuple"]
-
 _futures_lock = threading.Lock()
 """One for all Works, few of which are asked for a future."""
 

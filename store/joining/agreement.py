@@ -19,6 +19,7 @@ from collectives.errors import (
     PeerLostError,
     ranks_in_words,
 )
+from collectives.store.base import Store
 from collectives.store.records import (
     as_text,
     demand,
@@ -30,15 +31,16 @@ from collectives.store.records import (
     record_of,
     written,
 )
-from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
-
-__all__ = ["exchange", "give_up", "join_group"]
+from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys
 
 _LOOK_AGAIN = timedelta(milliseconds=200)
 """How often those who wait ask whether one of the others has died."""
 
 _LOSS_LIMIT_S = 0.5
 """How long after the store has failed a rank may be found dead."""
+
+_READERS_LIMIT_S, _READERS_PAUSE_S = 2.0, 0.005
+"""How long a rank that fails, and may serve the store, stays for the others to read why."""
 
 LostRanks = Callable[[], Collection[int]]
 """Returns which ranks are known to have died; asked again and again."""
@@ -115,10 +117,11 @@ def exchange(
                 give_up(store, key, error)
             raise
         delete_keys(store, [f"{key}/{rank}"])
-        if int(store.add(f"{key}/left", 1)) == len(ranks):
+        if not isinstance(found, DistError) and int(store.add(f"{key}/left", 1)) == len(ranks):
             delete_keys(store, [outcome, f"{key}/arrived", f"{key}/left"])
     if isinstance(found, DistError):
-        raise _at(where, found)
+        _await_readers(store, key, len(ranks), found, arrived=f"{key}/arrived")
+        raise at(where, found)
     return found
 
 
@@ -154,6 +157,52 @@ def give_up(store: Any, key: str, error: DistError) -> None:
     _decide(store, key, {"error": record_of(error)})
 
 
+def fail(store: Any, key: str, size: int, error: DistError) -> DistError:
+    """Lets what ranks do together fail for all, who look by :func:`told`; returns the first error.
+
+    Args:
+        store: the ranks' store.
+        key: prefix of the keys, new for each time.
+        size: number of ranks, each of which calls this when it has failed, or heard that another one has.
+        error: the error, unless another one has been told.
+    """
+    with contextlib.suppress(Exception):  # the store may have gone
+        give_up(store, key, error)
+        error = told(store, key) or error
+    _await_readers(store, key, size, error)
+    return error
+
+
+def told(store: Any, key: str) -> DistError | None:
+    """Returns the error with which a rank has called :func:`fail`, if one has and the store is there."""
+    try:
+        if not store.check([f"{key}/outcome"]):
+            return None
+        found: DistError = fetch(store, f"{key}/outcome", partial(_outcome, read=_no_answer))
+    except _torch_distributed.DistNetworkError:
+        return None
+    return found
+
+
+def _no_answer(answer: Any) -> None:
+    demand(False, f"the answer {answer!r}")
+
+
+def _await_readers(store: Any, key: str, size: int, error: DistError, arrived: str = "") -> None:
+    """Waits a moment until all who can have read why they fail: the store may go with this rank."""
+    gone = {*error.missing_ranks, *([error.rank] if isinstance(error, PeerLostError) else [])}
+    end = time.monotonic() + _READERS_LIMIT_S
+    root = root_of(store)
+    may_go = getattr(root, "is_master", not isinstance(root, Store))
+    with contextlib.suppress(Exception):  # it may have gone with another rank
+        readers, expected = int(store.add(f"{key}/left", 1)), size - len(gone)
+        if may_go and arrived:
+            expected = min(expected, int(store.add(arrived, 0)))
+        while may_go and readers < expected and time.monotonic() < end:
+            time.sleep(_READERS_PAUSE_S)
+            readers = int(store.add(f"{key}/left", 0))
+
+
 def _decide(store: Any, key: str, outcome: dict[str, Any]) -> None:
     """Publishes what ranks come to, unless one has done so: all go by the first word."""
     key = f"{key}/outcome"
@@ -171,9 +220,10 @@ def _outcome(record: Any, read: Callable[[Any], Any]) -> Any:
     return error_of(record["error"]) if "error" in record else read(record["answer"])
 
 
-def _at(where: str, error: DistError) -> DistError:
-    """Returns an error that all ranks get, as one of this rank."""
-    return type(error)(f"{where} {error}", **error.details())
+def at(where: str, error: DistError) -> DistError:
+    """Returns an error that all ranks get, as one of this rank, unless it is one rank's."""
+    text = str(error)
+    return type(error)(text if text.startswith("[rank") else f"{where} {text}", **error.details())
 
 
 def _lost_among(ranks: Sequence[int], lost_ranks: LostRanks) -> list[int]:
@@ -189,7 +239,7 @@ def _blaming_lost(ranks: Sequence[int], lost_ranks: LostRanks, why: Why, where: 
         end = time.monotonic() + _LOSS_LIMIT_S
         while time.monotonic() < end:
             if lost := _lost_among(ranks, lost_ranks):
-                raise _at(where, why(lost, True)) from error
+                raise at(where, why(lost, True)) from error
             time.sleep(_LOSS_LIMIT_S / 20)
         text = f"{where} the store failed; whoever kept it may have died: {error}"
         raise DistNetworkError(text) from error
@@ -263,11 +313,11 @@ def join_group(
             publish(store, f"{key}/conflict", conflict)
             if members:
                 give_up(store, part, mismatch(conflict))
-            raise _at(where, mismatch(conflict))
+            raise at(where, mismatch(conflict))
     if rank in members:
         exchange(store, part, rank, members, timeout, where, why=why, lost_ranks=lost_ranks, look=look)
         if lost := _lost_among(members, lost_ranks):  # since it came
-            raise _at(where, why(lost, True))
+            raise at(where, why(lost, True))
     if callers and int(store.add(f"{key}/done", 1)) == len(callers):
         delete_keys(store, [f"{key}/first", f"{key}/done"])
 

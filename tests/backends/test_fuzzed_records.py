@@ -18,6 +18,13 @@ from collectives.store.records import as_bytes, as_text, error_of, read
 SIZE = 3
 COPIES = 600
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80], ["::1", 65535]]}
+LOCATION = {
+    "place": "here",
+    "system": "a net",
+    "address": "name",
+    "key": "",
+    "tuning": {"one_shot_bytes": 1},
+}
 ERROR = {
     "kind": "CollectiveTimeoutError",
     "text": "too late",
@@ -28,15 +35,10 @@ ERROR = {
     "cause": None,
 }
 CORPUS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-    "invitation": (
-        records.invitation,
-        [{"place": "here", "system": "this", "address": "name", "key": ""}, {"failed": ERROR}],
-    ),
-    "location": (partial(records.location, size=SIZE), [{"rank": 2, "place": "here", "system": "this"}]),
-    "apart": (partial(records.apart, size=SIZE), [{"rank": 1}]),
+    "location": (records.location, [LOCATION, {**LOCATION, "key": "00" * 32}]),
     "plan": (
         partial(records.plan, size=SIZE),
-        [records.new_plan([[0, 2], [1]], ["a net", "b net", "a net"], {"one_shot_bytes": 1})],
+        [records.new_plan([LOCATION, {**LOCATION, "place": "there"}, LOCATION])],
     ),
     "listener": (partial(records.listener, size=SIZE), [LISTENER]),
     "addresses": (

@@ -80,50 +80,6 @@ def test_groups_of_one_machine_have_no_thread_and_no_socket():
     run_ranks(_same_machine, 2, isolated=True, placement="aa")
 
 
-# ---- ranks that disagree ---------------------------------------------------------------------------------
-
-
-def _disagree(rank, size):
-    group = _group(rank, size)
-    ones = torch.ones(4)
-    odd = rank == size - 1
-
-    def reduce(tensor, op=dist.ReduceOp.SUM):
-        group.allreduce([tensor], dist.AllreduceOptions(asyncOp=False, reduceOp=op)).wait()
-
-    def exchange():
-        inputs = [torch.ones(3) for _ in range(size)]
-        outputs = [torch.ones(3 + (odd and r == 0)) for r in range(size)]
-        group.alltoall(outputs, inputs).wait()
-
-    cases = [
-        (lambda: reduce(torch.ones(5) if odd else ones), ["float32, 4 elements", "float32, 5 elements"]),
-        (lambda: reduce(torch.ones(300_000 if odd else 4)), ["4 elements", "300000 elements"]),
-        (lambda: reduce(ones, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM), ["SUM", "MAX"]),
-        (
-            lambda: group.broadcast([ones], dist.BroadcastOptions(rootRank=int(odd))).wait(),
-            ["root 0", "root 1"],
-        ),
-        (lambda: group.barrier().wait() if odd else reduce(ones), ["all_reduce", "barrier"]),
-        (exchange, [rf"rank 0 sends 12 bytes to rank {size - 1}, which expects 16"]),
-    ]
-    for call, words in cases:
-        with pytest.raises(dist.CollectiveMismatchError) as caught:
-            call()
-        for word in (*words, *(rf"rank {r} on '.*': " for r in range(size))):
-            caught.match(word)
-        assert torch.equal(ones, torch.ones(4))
-        tensor = torch.ones(3)
-        reduce(tensor)  # the group is as good as before
-        assert tensor[0] == size
-    group.shutdown()
-
-
-@pytest.mark.parametrize("layout", ["ab", "aabb", "abc"])
-def test_ranks_that_disagree_all_raise_a_table_of_all_machines(layout):
-    run_ranks(_disagree, len(layout), placement=layout)
-
-
 # ---- forming and ending a group --------------------------------------------------------------------------
 
 
@@ -154,7 +110,7 @@ def test_nothing_is_left_of_groups_of_several_machines():
 
 def _incomplete(rank, size):
     if rank != 2:
-        with pytest.raises(dist.DistError, match="rank 2 did not come within 0:00:01"):
+        with pytest.raises(dist.DistError, match="rank 2 did not come within 1 s"):
             _group(rank, size, timeout=timedelta(seconds=1))
 
 

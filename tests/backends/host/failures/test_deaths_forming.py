@@ -35,10 +35,10 @@ def die(store):
 
 
 def die_at(call, store):
-    """Makes this process die at a call of the bootstrap, such as ``"after _Attempt._share"``."""
+    """Makes this process die at a call of the bootstrap, such as ``"after _Forming._lead"``."""
     when, path = call.split()
     names = path.split(".")
-    owner = host_bootstrap if names[0] == "_Attempt" else host_bootstrap._native
+    owner = host_bootstrap if names[0] in {"_Forming", "told"} else host_bootstrap._native
     for name in names[:-1]:
         owner = getattr(owner, name)
     function = getattr(owner, names[-1])
@@ -46,10 +46,8 @@ def die_at(call, store):
     def deadly(*arguments, **options):
         if when == "before":
             die(store)
-        result = function(*arguments, **options)
-        if names[-1] != "accept" or result == [2]:  # the others have come
-            die(store)
-        return result
+        function(*arguments, **options)
+        die(store)
 
     setattr(owner, names[-1], deadly)
 
@@ -92,18 +90,22 @@ def complaints_of(results, victim, kind, lost, said):
 @pytest.mark.parametrize(
     ("placement", "victim", "call", "late"),
     [
-        ("aaa", 1, "before BootstrapFollower.answered", 2),
+        ("aaa", 1, "before told", 2),
+        ("aaa", 0, "before told", 2),
+        ("abb", 1, "before told", 2),
+        ("aaa", 1, "before BootstrapFollower.answered", None),
         ("aaa", 1, "after BootstrapFollower.attach", None),
         ("aaa", 1, "after BootstrapFollower.await_release", None),
-        ("aaa", 0, "after BootstrapLeader.accept", 2),
+        ("aaa", 0, "after BootstrapLeader.accept", None),
         ("aaa", 0, "before BootstrapLeader.release", None),
         ("aaa", 0, "after BootstrapLeader.release", None),
-        ("aab", 1, "before BootstrapFollower.answered", 2),
+        ("aab", 1, "before BootstrapFollower.answered", None),
         ("aab", 1, "after BootstrapFollower.await_release", None),
-        ("aab", 0, "before _Attempt._check_interfaces", None),
-        ("aab", 1, "before _Attempt.link", None),
-        ("aab", 2, "before _Attempt.link", None),
-        ("abc", 0, "before _Attempt._check_interfaces", None),
+        ("aab", 0, "before _Forming.listen", None),
+        ("aab", 1, "before _Forming.listen", None),
+        ("aab", 1, "before _Forming.link", None),
+        ("aab", 2, "before _Forming.link", None),
+        ("abc", 0, "before _Forming.link", None),
     ],
 )
 def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, call, late):
@@ -118,16 +120,16 @@ def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, call, 
 @pytest.mark.parametrize(
     ("placement", "victim", "call"),
     [
-        ("aaa", 1, "before _Attempt.follow"),
-        ("abc", 0, "before _Attempt.invite"),
-        ("abb", 1, "before _Attempt._find_machine"),
+        ("aaa", 1, "before _Forming.share_memory"),
+        ("abc", 0, "before _Forming.share_memory"),
+        ("abb", 0, "before _Forming.listen"),
     ],
 )
 def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, call):
     arguments = (victim, call, None, SHORT)
     results = run_ranks(form, 3, *arguments, isolated=True, lost=[victim], placement=placement)
     assert results[victim] == Died(-signal.SIGKILL)
-    said = rf"rank {victim} did not (come|publish its address) within 0:00:01"
+    said = rf"rank {victim} did not come within 1 s"
     complaints = complaints_of(results, victim, dist.CollectiveTimeoutError, victim, said)
     assert not complaints, complaints
 
@@ -143,7 +145,7 @@ def dead(group, store):
 def precede(rank, size, happens):
     """Something happens on the machine of ranks 0 and 1 before rank 2 connects with its leader."""
     store = current_store()
-    attempt, native_group = host_bootstrap._Attempt, host_bootstrap._native.HostGroup
+    attempt, native_group = host_bootstrap._Forming, host_bootstrap._native.HostGroup
 
     def make(*arguments):
         if rank == 2:

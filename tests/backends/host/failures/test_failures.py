@@ -1,9 +1,8 @@
-"""What the host backend does when ranks disagree, die, leave, hang, or never come."""
+"""What the host backend does when ranks die, leave, hang, or never come."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ from torch.distributed import PrefixStore
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
-from collectives.core.types import make_premul_sum
 
 LIMIT = timedelta(seconds=20)
 SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
@@ -27,58 +25,6 @@ SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
 
 def _group(rank, size, timeout=LIMIT):
     return ProcessGroupHost(current_store(), rank, size, timeout, group_name="test")
-
-
-# ---- ranks that disagree ---------------------------------------------------------------------------------
-
-
-def _disagree(group, asynchronous):
-    rank = group.rank()
-    ones = torch.ones(4)
-
-    def reduce(tensor, op=dist.ReduceOp.SUM):
-        group.allreduce([tensor], dist.AllreduceOptions(asyncOp=asynchronous, reduceOp=op)).wait()
-
-    def broadcast(root):
-        group.broadcast([ones], dist.BroadcastOptions(asyncOp=asynchronous, rootRank=root)).wait()
-
-    def gather(*lengths):
-        group.allgather([[torch.empty(n) for n in lengths]], [torch.ones(lengths[rank])]).wait()
-
-    def exchange(sent, expected):
-        inputs = [torch.ones(sent if r != rank else 0) for r in range(2)]
-        outputs = [torch.ones(expected if r != rank else 0) for r in range(2)]
-        group.alltoall(outputs, inputs).wait()
-
-    cases = [
-        (
-            lambda: reduce([ones, torch.ones(5)][rank]),
-            [r"all_reduce\(SUM, float32, 4", "float32, 5 elements"],
-        ),
-        (lambda: reduce([ones, ones.int()][rank]), ["float32", "int32"]),
-        (lambda: reduce(ones, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]), ["SUM", "MAX"]),
-        (lambda: reduce(ones, make_premul_sum(rank + 2)), ["another factor"]),
-        (lambda: reduce(ones) if rank else broadcast(0), ["all_reduce", "broadcast"]),
-        (lambda: broadcast(rank), ["root 0", "root 1"]),
-        (lambda: reduce(torch.ones(400_000 + rank)), ["400000 elements", "400001 elements"]),
-        (lambda: reduce(torch.ones([1, 400_000][rank])), [", 1 elements", "400000 elements"]),
-        (lambda: gather(2, 2 + rank), ["other part sizes"]),
-        (lambda: exchange(3, 3 + rank), [r"rank 0 sends 12 bytes to rank 1, which expects 16"]),
-    ]
-    for call, words in cases:
-        with pytest.raises(dist.CollectiveMismatchError) as caught:
-            call()
-        for word in (*words, "rank 0: ", "rank 1: ", "number"):
-            caught.match(word)
-        assert torch.equal(ones, torch.ones(4))
-        tensor = torch.ones(3)
-        reduce(tensor)  # the group is as good as before
-        assert tensor[0] == 2
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_that_disagree_all_raise_before_anything_is_written(asynchronous):
-    run_ranks(_disagree, 2, asynchronous, backend="host")
 
 
 # ---- ranks that are late, dead or gone -------------------------------------------------------------------
@@ -292,7 +238,7 @@ def test_threads_that_issue_while_their_group_is_aborted_are_refused():
 
 def _incomplete(rank, size):
     if rank != 2:
-        with pytest.raises(dist.DistError, match="rank 2 did not come within 0:00:01"):
+        with pytest.raises(dist.DistError, match="rank 2 did not come within 1 s"):
             _group(rank, size, timedelta(seconds=1))
 
 
@@ -302,7 +248,7 @@ def test_rank_that_does_not_come_is_named():
 
 def _without_first(rank, size):
     if rank > 0:
-        with pytest.raises(dist.CollectiveTimeoutError, match="rank 0 did not publish its address"):
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"rank 0 did not come within 0\.5 s"):
             _group(rank, size, timedelta(seconds=0.5))
 
 
@@ -341,26 +287,3 @@ def test_all_hear_of_a_rank_that_has_no_memory_for_a_large_tensor(placement):
         assert issubclass(kind, dist.DistBackendError)
         assert named == 1
         assert "rank 1 has no memory to stage tensors in: shared memory: cannot allocate" in text
-
-
-def _left_over(rank, size):
-    store = current_store()
-    if rank == 0:
-        store.set("host/address", store.get("old").decode() if store.check(["old"]) else _stale_address())
-        return
-    store.wait(["host/address"])
-    with pytest.raises(dist.DistNetworkError, match="left over from another run"):
-        ProcessGroupHost(store, rank, size, LIMIT)
-
-
-def _stale_address():
-    from collectives.backends.host.network import place
-    from collectives.store.process import system
-
-    return json.dumps(
-        {"place": place(), "system": system(), "address": f"collectives-{'0' * 32}", "key": "00" * 32}
-    )
-
-
-def test_address_of_a_dead_run_is_recognised():
-    run_ranks(_left_over, 2)

@@ -27,7 +27,7 @@ from collectives.core.types import (
 
 F32, I32, BF16 = torch.float32, torch.int32, torch.bfloat16
 SUM, MAX, AVG = ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG
-PLACEMENTS = ["aa", "ab", *(pytest.param(name, marks=pytest.mark.full) for name in ("aaa", "aab"))]
+PLACEMENTS = ["aa", "ab", *(pytest.param(name, marks=pytest.mark.full) for name in ("aaa", "aab", "abc"))]
 """A letter for the machine of each rank."""
 
 MARK = 7
@@ -179,7 +179,11 @@ def disagree(group: ProcessGroup, asynchronous: bool) -> int:
         case = f"{first.shown} {first.differs} against {second.shown} {second.differs}"
         with pytest.raises(CollectiveMismatchError) as caught:
             mine.issue().wait()
-        text = re.sub(r"(rank \d) on '[^']+'", r"\1", str(caught.value))  # between machines it names them
+        text, named = re.subn(r"(rank \d) on '[^']+'", r"\1", str(caught.value))
+        assert named in {0, size}, text  # between machines it names them
+        if first.shown == second.shown:
+            differs = {first.differs, second.differs}
+            assert ("other part sizes" if "uneven" in differs else "another factor") in text
         assert f"[rank {me}] " in text, f"{case}: {text}"
         for rank in range(size):
             shown = (second if rank == size - 1 else first).shown
@@ -199,6 +203,22 @@ def disagree(group: ProcessGroup, asynchronous: bool) -> int:
 def test_every_pair_of_collectives(placement: str, asynchronous: bool) -> None:
     pairs = run_ranks(disagree, len(placement), asynchronous, backend="host", placement=placement)
     assert min(pairs) > 2000
+
+
+def exchange_other_sizes(group: ProcessGroup) -> None:
+    """What the last rank expects of rank 0 is not what that sends, which shows when all have told."""
+    me, last = group.rank(), group.size() - 1
+    sent = [torch.ones(3) for _ in range(last + 1)]
+    received = [marked(3 + (me == last and rank == 0)) for rank in range(last + 1)]
+    with pytest.raises(CollectiveMismatchError, match=f"0 sends 12 bytes to rank {last}, which expects 16"):
+        group.alltoall(received, sent).wait()
+    assert all(bool((part == MARK).all()) for part in received)
+    group.alltoall(received, sent if me else [torch.ones(3)] * last + [torch.ones(4)]).wait()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_sizes_that_do_not_fit(placement: str) -> None:
+    run_ranks(exchange_other_sizes, len(placement), backend="host", placement=placement)
 
 
 def out_of_order(group: ProcessGroup) -> None:
