@@ -26,8 +26,6 @@ from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.tcp.listen import is_loopback, open_listeners
 from collectives.store.waiting import root_of
 
-__all__ = ["Standby", "offer", "succession"]
-
 _FIRST_LIMIT_S = 0.2
 _LONGEST_LIMIT_S = 2.0
 """How long connecting to the next server is tried before it is asked whether that rank is lost."""
@@ -158,10 +156,11 @@ def offer(record: Any) -> Checked:
 
 
 def succession(record: Any, size: int) -> Checked:
-    """Checks what rank 0 publishes of all ranks: ``server`` and ``addresses``."""
+    """Checks ``server``, who serves the store or -1, and ``addresses``, where each rank would."""
     found = fields(record, server=int, addresses=list)
-    demand(0 <= found["server"] < size, f"the server {found['server']}")
-    demand(len(found["addresses"]) == size, f"{len(found['addresses'])} addresses of {size} ranks")
+    demand(-1 <= found["server"] < size, f"the server {found['server']}")
+    count = size if found["server"] >= 0 else 0
+    demand(len(found["addresses"]) == count, f"{len(found['addresses'])} addresses of {size} ranks")
     for address in found["addresses"]:
         _demand_address(address)
     return found

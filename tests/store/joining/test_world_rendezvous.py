@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from collectives.store import HashStore, PrefixStore
 from collectives.store.joining import world_rendezvous
 from collectives.store.joining.agreement import join_group
 from collectives.store.joining.world_rendezvous import leave_world
+from collectives.store.process import own_user_only, system
 from collectives.store.waiting import wait_for_keys
 
 LIMIT = timedelta(seconds=30)
@@ -59,7 +61,17 @@ def test_every_world_of_a_store_has_digits_of_its_own(kind: str, tmp_path: Path)
 def announce_attempt(store: Any, rank: int) -> int:
     """Does what a process does first that comes as a rank; returns the number of its attempt."""
     number = store.add("join/attempt", 1)
-    about = {"rank": rank, "nonce": "0f", "world_size": 1 + rank, "process": "host:1"}
+    about = {
+        "rank": rank,
+        "nonce": "0f",
+        "protocol": world_rendezvous._PROTOCOL,
+        "world_size": 1 + rank,
+        "backend": "x",
+        "process": "host:1",
+        "system": system() if own_user_only() else "",
+        "serves": False,
+        "standby": [],
+    }
     store.set(f"join/attempt/{number}", json.dumps(about))
     return int(number)
 
@@ -88,12 +100,13 @@ def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
 
 
 class SlowStore(dist.HashStore):
-    """Sets the first result for rank 1, and comes back when that rank has tried again."""
+    """Sets the first outcome for rank 1, and comes back when that rank has tried again."""
 
-    def set(self, key: str, value: str | bytes) -> None:
-        super().set(key, value)
-        if key == "join/result/1":
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        found = super().compare_set(key, expected_value, desired_value)
+        if key.endswith("/join/outcome"):
             self.wait(["join/attempt/2"], LIMIT)
+        return found
 
 
 def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
@@ -249,42 +262,48 @@ def test_what_no_rank_publishes_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["[1]", "null", '{"process": 1}', '{"protocol": 1}'])
-@pytest.mark.parametrize("key", ["join/attempt/1", "join/info/1", "join/served"])
+@pytest.mark.parametrize("key", ["join/attempt/1", "join/served"])
 def test_rank_0_refuses_what_no_rank_publishes(key: str, value: str) -> None:
     store = HashStore()
     announce_attempt(store, 1)
-    store.add("join/info", 1)
     store.set(key, value)
     with pytest.raises(DistStoreError, match=f"something unusable under '{key}'"):
         join_world(store, 0, 2, "host", timedelta(seconds=5))
 
 
-@pytest.mark.parametrize("key", ["join/attempt", "join/info"])
-def test_rank_0_refuses_more_attempts_than_there_can_be_before_it_reads_them(key: str) -> None:
+def test_rank_0_refuses_more_attempts_than_there_can_be_before_it_reads_them() -> None:
     store = HashStore()
-    store.add(key, 1 << 40)
-    with pytest.raises(DistStoreError, match=f"'{key}' of the store counts {1 << 40} announcements after 0"):
+    store.add("join/attempt", 1 << 40)
+    with pytest.raises(
+        DistStoreError, match=f"'join/attempt' of the store counts {1 << 40} announcements after 0"
+    ):
         join_world(store, 0, 2, "host", timedelta(seconds=5))
 
 
 def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
     store = dist.HashStore()
-    older = announce_attempt(store, 1)  # and does not answer yet
+    older = announce_attempt(store, 1)  # and does not come yet
 
     def come_later() -> str:
         store.wait([f"join/call/{older}"], LIMIT)
         return join_world(store, 1, 2, "x", LIMIT)
 
     one_world(on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later))
-    refusal = store.get(f"join/result/{older}").decode()
+    refusal = store.get(f"join/call/{older}").decode()
     assert re.search(r"two processes have come as rank 1: \S+ is taken for it, and host:1 refused", refusal)
+
+
+def wait_for_key(store: dist.HashStore, end: str) -> None:
+    """Waits for a key below the digits of a world that are not known here."""
+    while not any(key.endswith(end) for key in store.list_keys()):
+        time.sleep(0.001)
 
 
 def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
     store = dist.HashStore()
 
     def come_second() -> str:
-        store.wait(["join/info/1"], LIMIT)
+        wait_for_key(store, "/join/1")
         return join_world(store, 1, 3, "x", LIMIT)
 
     short = timedelta(seconds=1)
@@ -328,13 +347,10 @@ def test_who_has_left_a_world_may_come_early_to_the_next(monkeypatch: pytest.Mon
         join_world(store, 1, 2, "x", timedelta(milliseconds=200))
 
 
-@pytest.mark.parametrize("key", ["join/attempt/1", "join/info/1"])
-def test_all_hear_of_what_no_rank_publishes_and_may_try_again(key: str) -> None:
+def test_all_hear_of_what_no_rank_publishes_and_may_try_again() -> None:
     store = dist.HashStore()
     number = announce_attempt(store, 2)
-    store.add("join/info", 1)
-    store.set("join/info/1", "{}")
-    store.set(key, "nonsense")
+    store.set(f"join/attempt/{number}", "nonsense")
     for error in on_ranks(2, lambda r: join_world(store, r, 3, "x", LIMIT)):
         assert isinstance(error, DistStoreError)
         assert "init_process_group: the store holds something unusable under 'join/" in str(error)
@@ -343,11 +359,13 @@ def test_all_hear_of_what_no_rank_publishes_and_may_try_again(key: str) -> None:
 
 
 def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
-    store = dist.HashStore()
-    store.set("join/call/1", "null")
+    store, digits = dist.HashStore(), "0f" * 16
 
     def come_as_rank_0() -> str:
-        store.wait(["join/info/1"], LIMIT)
+        store.wait(["join/attempt/1"], LIMIT)
+        nonce = json.loads(store.get("join/attempt/1"))["nonce"]
+        store.set("join/call/1", json.dumps({"nonce": nonce, "world": digits}))
+        store.wait([f"{digits}/join/1"], LIMIT)
         return join_world(store, 0, 2, "x", LIMIT)
 
     one_world(on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)))
@@ -356,7 +374,7 @@ def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
 def test_nothing_of_joining_is_left_but_numbers() -> None:
     store = dist.HashStore()
     one_world(world_of(store, 3))
-    numbers = {"join/attempt", "join/attempts/0", "join/info", "join/served"}
+    numbers = {"join/attempt", "join/attempts/0", "join/served"}
     assert {*store.list_keys()} == numbers
 
 
