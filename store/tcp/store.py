@@ -12,10 +12,12 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store as TorchStore
+
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import SECRET, derived_key
-from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
+from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.process import own_user_only
 from collectives.store.tcp.client import Client, Trust, is_of_this_machine
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
@@ -30,8 +32,6 @@ from collectives.store.tcp.wire import (
     WAIT_CANCELED,
     Command,
 )
-
-__all__ = ["TCPStore"]
 
 _GRACE_S = 2.0
 """Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
@@ -485,9 +485,10 @@ def refusals(store: Any) -> str:
         why = "without a proof of this job's secret"
     else:
         why = "of other users or machines, or with a job secret, which this process does not have"
-    count = server.native.refused
+    count, last = server.native.refused, server.native.refused_from
+    known = f"{'the last one ' if count > 1 else ''}from {last}, " if last else ""
     return (
-        f" It has refused {count} connection{'s' if count > 1 else ''} {why}; set {SECRET}, or "
+        f" It has refused {count} connection{'s' if count > 1 else ''}, {known}{why}; set {SECRET}, or "
         f"{SECRET}_FILE, to the same for all processes of the job."
     )
 

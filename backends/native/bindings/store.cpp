@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
@@ -57,7 +58,9 @@ void bind_store(nanobind::module_& module) {
       .def_prop_ro("waiting", &Server::waiting, nb::lock_self(),
                    "Clients in a wait or a barrier; for diagnosis.")
       .def_prop_ro("refused", &Server::refused, nb::lock_self(),
-                   "Connections that were not let in; for diagnosis.");
+                   "Connections that were not let in; for diagnosis.")
+      .def_prop_ro("refused_from", &Server::refused_from, nb::lock_self(),
+                   "Address of the last of them, empty where it is not known.");
 }
 
 }  // namespace collectives

@@ -1,6 +1,7 @@
 #include "store/loop.hpp"
 
 #include <fcntl.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -158,6 +159,33 @@ void Loop::publish() {
   waiting_count_.store(table_.waiting(), std::memory_order_relaxed);
 }
 
+void Loop::count_refused(int fd) noexcept {
+  refused_count_.fetch_add(1, std::memory_order_relaxed);
+  sockaddr_storage from{};
+  socklen_t size = sizeof(from);
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&from), &size) != 0) return;
+  const std::lock_guard<std::mutex> locked(refused_lock_);
+  refused_from_ = from;
+}
+
+std::string Loop::refused_from() const {
+  sockaddr_storage from;
+  {
+    const std::lock_guard<std::mutex> locked(refused_lock_);
+    from = refused_from_;
+  }
+  char host[NI_MAXHOST] = "";
+  const auto size =
+      static_cast<socklen_t>(from.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
+  if (from.ss_family == AF_UNSPEC || ::getnameinfo(reinterpret_cast<const sockaddr*>(&from), size, host,
+                                                   sizeof(host), nullptr, 0, NI_NUMERICHOST) != 0) {
+    return {};
+  }
+  const std::string text(host);
+  const std::string mapped = "::ffff:";  // IPv4, on a socket for both
+  return text.compare(0, mapped.size(), mapped) == 0 ? text.substr(mapped.size()) : text;
+}
+
 void Loop::accept_from(std::size_t listener) noexcept {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     const int fd = descriptors_.open(
@@ -174,7 +202,7 @@ void Loop::accept_from(std::size_t listener) noexcept {
       continue;
     }
     if (peer != PeerProcess::of_this_user) {
-      count_refused();
+      count_refused(fd);
       descriptors_.close(fd);
       continue;
     }
@@ -286,7 +314,7 @@ void Loop::on_event(ClientId client, std::uint32_t events) {
 bool Loop::serve(Connection& connection, std::uint32_t events) {
   if (connection.handshake) {
     if (go_on(connection.fd, connection.handshake)) return true;
-    if (connection.handshake && !connection.handshake->ended()) count_refused();
+    if (connection.handshake && !connection.handshake->ended()) count_refused(connection.fd);
     return false;
   }
   Session& session = connection.session;
@@ -339,7 +367,7 @@ void Loop::watch(ClientId client, Connection& connection) {
 
 // Closes the connection of a client that wants what it cannot have.
 void Loop::end(Connections::iterator found, const std::exception& error) noexcept {
-  if (!found->second.session.validated()) count_refused();
+  if (!found->second.session.validated()) count_refused(found->second.fd);
   static_cast<void>(flush(found->second));  // replies to what came before are still due
   note(found->second.session, error);
   drop(found->first);

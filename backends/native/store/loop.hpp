@@ -2,6 +2,8 @@
 // socket: their threads carry their requests out between the loop's turns.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -49,6 +51,7 @@ class Loop {
   std::size_t connections() const { return connection_count_.load(std::memory_order_relaxed); }
   std::size_t waiting() const { return waiting_count_.load(std::memory_order_relaxed); }
   std::size_t refused() const { return refused_count_.load(std::memory_order_relaxed); }
+  std::string refused_from() const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -70,8 +73,8 @@ class Loop {
   int below_reserve(int fd);
   // Closes a connection for which there is no room, and says so; `in_numbers`: to one of this user.
   void turn_away(int fd, bool in_numbers);
-  // Relaxed: a number that nothing depends on.
-  void count_refused() { refused_count_.fetch_add(1, std::memory_order_relaxed); }
+  // Counts a connection that is not let in, and keeps from where it came.
+  void count_refused(int fd) noexcept;
   bool make_room();
   void admit(int fd);
   void pause_accepting(bool pause);
@@ -110,6 +113,8 @@ class Loop {
   std::atomic<std::size_t> connection_count_{0};
   std::atomic<std::size_t> waiting_count_{0};
   std::atomic<std::size_t> refused_count_{0};
+  mutable std::mutex refused_lock_;
+  sockaddr_storage refused_from_{};  // the last one
 };
 
 }  // namespace collectives::store

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -37,9 +38,10 @@ class Server {
   std::weak_ptr<Loop> loop() const { return loop_; }
 
   bool running() const;
-  std::size_t connections() const;  // open connections, as of the last turn of the loop
-  std::size_t waiting() const;      // clients in a wait or a barrier, likewise
-  std::size_t refused() const;      // connections that were not let in, until now
+  std::size_t connections() const;   // open connections, as of the last turn of the loop
+  std::size_t waiting() const;       // clients in a wait or a barrier, likewise
+  std::size_t refused() const;       // connections that were not let in, until now
+  std::string refused_from() const;  // address of the last of them, empty if it is not known
 
  private:
   friend class ForkGuard;
