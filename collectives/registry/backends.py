@@ -153,13 +153,19 @@ def backend_spec(name: str) -> BackendSpec:
             f"name (Backend.register_backend), or take one of {', '.join(backend_names())}"
         )
     if spec is None:
-        hint = ""
-        if isinstance(name, str) and name.lower().startswith(_IN_TORCH):
-            own = name.lower().removeprefix(_IN_TORCH).removeprefix("_").partition(":")[0] or "host"
-            if own in _specs:
-                hint = f", which is what torch.distributed calls {own!r}, its name here"
+        hint = name_here(name) if isinstance(name, str) else ""
         raise ValueError(f"unknown backend {name!r}{hint}; known are {', '.join(backend_names())}")
     return spec
+
+
+def name_here(name: str) -> str:
+    """Returns in words what a backend is called here that torch.distributed knows by a name, or nothing."""
+    theirs, _, lanes = name.lower().partition(":")
+    own = theirs.removeprefix(_IN_TORCH).removeprefix("_") or "host"
+    if own not in _specs or (own == theirs and not lanes):
+        return ""
+    said = f", which is what torch.distributed calls {own!r}, its name here" if own != theirs else ""
+    return said + (f", with the number of lanes as pg_options={{'lanes': {lanes}}}" if lanes else "")
 
 
 def register_backend_spec(spec: BackendSpec) -> None:

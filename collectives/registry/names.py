@@ -248,6 +248,8 @@ class BackendConfig:
 
 def _split_pairs(text: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
+    if text.rpartition(":")[2].isdecimal() and (hint := registry.name_here(text)):
+        raise ValueError(f"unknown backend {text!r}{hint}")
     for pair in text.split(","):
         device, colon, name = pair.strip().partition(":")
         if not colon or not device or not name or ":" in name:

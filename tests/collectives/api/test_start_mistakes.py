@@ -120,7 +120,7 @@ def test_one_rank_with_another_secret_or_none(layer: str, others: dict[str, str]
     if layer == "ours":
         refused = [1, 2] if at == 0 else [at]
         assert max(ended[rank][2] for rank in refused) < 7.0
-        assert "It has refused" in ended[0][1]
+        assert re.search(r"It has refused .* from 127\.0\.0\.1, (without|of|or with)", ended[0][1])
         assert "did not come within 8 s" in ended[0][1]
 
 
@@ -217,6 +217,16 @@ def join_as_rank_1(port: int, limit: float) -> None:
 def test_the_name_of_torch_for_a_backend_is_refused_with_its_own(name: str, own: str) -> None:
     with pytest.raises(ValueError, match=f"is what torch.distributed calls '{own}', its name here"):
         collectives.init_process_group(name, store=collectives.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["collectives_round_robin:3", "round_robin:3"])
+def test_the_number_of_lanes_in_a_name_is_refused_with_the_option(name: str) -> None:
+    with pytest.raises(ValueError, match=r"with the number of lanes as pg_options=\{'lanes': 3\}"):
+        collectives.init_process_group(name, store=collectives.HashStore(), rank=0, world_size=1)
+    options = {"lanes": 3}
+    store = collectives.HashStore()
+    collectives.init_process_group("round_robin", store=store, rank=0, world_size=1, pg_options=options)
+    collectives.destroy_process_group()
 
 
 def ask_torch_for(rank: int, size: int, name: str) -> str:
