@@ -15,8 +15,6 @@ from collectives.errors import DistStoreError, QueueEmptyError
 from collectives.store.keep_alive import keep_if_held, sweep
 from collectives.time_limits import time_limit
 
-__all__ = ["DEFAULT_TIMEOUT", "Store", "TorchStore"]
-
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Time limit of a new store, as in torch."""
 

@@ -73,8 +73,6 @@ from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.memory import Change, Content, ContentStore
 from collectives.store.process import Life, ProcessIdentity, current_process
 
-__all__ = ["FileStore"]
-
 # ---- the format --------------------------------------------------------------------------------------------
 
 MAGIC = b"\x8bCLSTORE"
@@ -118,14 +116,14 @@ class Header:
         return cls(*_HEADER_REST.unpack_from(data, _HEADER_START.size))
 
 
-@dataclass(frozen=True)
-class Join:
-    """Content of a JOIN record."""
+@dataclass
+class Member:
+    """One that has joined a run, as its JOIN record tells, and may have left it."""
 
-    member: int
     world_size: int
     token: bytes
     process: ProcessIdentity
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ class Record:
     kind: Change | None = None
     key: str = ""
     value: bytes = b""
-    member: int = -1
-    join: Join | None = None
+    number: int = -1
+    joined: Member | None = None
 
 
 def encode_record(kind: Change, key: str, value: bytes = b"") -> bytes:
@@ -145,15 +143,15 @@ def encode_record(kind: Change, key: str, value: bytes = b"") -> bytes:
     return _framed(_KEY.pack(kind, len(name)) + name + value)
 
 
-def encode_join(join: Join) -> bytes:
+def encode_join(number: int, member: Member) -> bytes:
     """Returns a JOIN record."""
-    start = _JOIN.pack(_JOINED, join.member, join.world_size, len(join.token))
-    return _framed(start + join.token + join.process.to_bytes())
+    start = _JOIN.pack(_JOINED, number, member.world_size, len(member.token))
+    return _framed(start + member.token + member.process.to_bytes())
 
 
-def encode_leave(member: int) -> bytes:
+def encode_leave(number: int) -> bytes:
     """Returns a LEAVE record."""
-    return _framed(_LEAVE.pack(_LEFT, member))
+    return _framed(_LEAVE.pack(_LEFT, number))
 
 
 def records(data: bytes) -> Iterator[tuple[Record, int]]:
@@ -188,13 +186,12 @@ def _framed(body: bytes) -> bytes:
 
 def _parsed(body: bytes) -> Record:
     if body[0] == _JOINED:
-        _, member, world_size, token_size = _JOIN.unpack_from(body)
+        _, number, world_size, token_size = _JOIN.unpack_from(body)
         token_end = _JOIN.size + token_size
         process = ProcessIdentity.from_bytes(body[token_end:])
-        join = Join(member, world_size, body[_JOIN.size : token_end], process)
-        return Record(member=member, join=join)
+        return Record(number=number, joined=Member(world_size, body[_JOIN.size : token_end], process))
     if body[0] == _LEFT:
-        return Record(member=_LEAVE.unpack(body)[1])
+        return Record(number=_LEAVE.unpack(body)[1])
     kind, key_size = _KEY.unpack_from(body)
     key_end = _KEY.size + key_size
     if key_end > len(body):
@@ -366,14 +363,6 @@ def _raise_open_error(path: str, error: OSError) -> NoReturn:
 # ---- the run -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Member:
-    """One that has joined a run."""
-
-    join: Join
-    left: bool = False
-
-
 class JoinDecision(Enum):
     """What one who finds a file may do."""
 
@@ -390,19 +379,10 @@ class Run:
     header: Header
     members: dict[int, Member] = field(default_factory=dict)
 
-    def joined(self, join: Join) -> None:
-        """Takes a JOIN record in."""
-        self.members[join.member] = Member(join)
-
-    def left(self, member: int) -> None:
-        """Takes a LEAVE record in."""
-        if member in self.members:
-            self.members[member].left = True
-
     @property
     def world_size(self) -> int | None:
         """Number of members the run will have; ``None`` if no member knows."""
-        sizes = [self.header.world_size, *(member.join.world_size for member in self.members.values())]
+        sizes = [self.header.world_size, *(member.world_size for member in self.members.values())]
         return next((size for size in sizes if size > 0), None)
 
     @property
@@ -418,7 +398,7 @@ class Run:
     def next_member(self, process: ProcessIdentity) -> int:
         """Returns the number of a new member; a process that comes back has the one that it had."""
         for number, member in self.members.items():
-            if member.left and member.join.process == process and not self.complete:
+            if member.left and member.process == process and not self.complete:
                 return number
         return max(self.members, default=-1) + 1
 
@@ -438,11 +418,11 @@ class Run:
         Returns:
             The decision, and for WAIT and REFUSE the reason as a clause.
         """
-        lives = {number: member.join.process.life() for number, member in self.members.items()}
+        lives = {number: member.process.life() for number, member in self.members.items()}
         if Life.ALIVE not in lives.values() and Life.UNKNOWN not in lives.values():
             kept = self.world_size is None and world_size < 0 and all(m.left for m in self.members.values())
             return (JoinDecision.JOIN if kept else JoinDecision.RECLAIM), ""
-        alone = all(m.join.process == process and not m.left for m in self.members.values())
+        alone = all(m.process == process and not m.left for m in self.members.values())
         other = self._other_run(world_size, token, full=self.complete and not alone)
         if other:
             # A run that is torn down (or restarted by its launcher) is gone in a moment.
@@ -450,12 +430,12 @@ class Run:
             return (JoinDecision.WAIT if ending else JoinDecision.REFUSE), other
         lost = [m for n, m in self.members.items() if lives[n] is Life.DEAD and not m.left]
         if lost and self.world_size is not None:
-            return JoinDecision.WAIT, f"its member, {lost[0].join.process}, has died, others have not yet"
+            return JoinDecision.WAIT, f"its member, {lost[0].process}, has died, others have not yet"
         return JoinDecision.JOIN, ""
 
     def _other_run(self, world_size: int, token: bytes, *, full: bool) -> str:
         """Returns why the finder is not of this run, or nothing."""
-        tokens = {member.join.token for member in self.members.values()} - {b""}
+        tokens = {member.token for member in self.members.values()} - {b""}
         if token and tokens and token not in tokens:
             return f"it was launched as {tokens.pop().decode()!r}, this process as {token.decode()!r}"
         if self.world_size is not None and 0 < world_size != self.world_size:
@@ -468,8 +448,8 @@ class Run:
         """Says who made the file, and when."""
         age = max(0.0, time.time() - self.header.created_ns / 1e9)
         creator = next(iter(self.members.values()), None)
-        who = "an unknown process" if creator is None else str(creator.join.process)
-        state = "" if creator is None else f", {_LIFE[creator.join.process.life()]}"
+        who = "an unknown process" if creator is None else str(creator.process)
+        state = "" if creator is None else f", {_LIFE[creator.process.life()]}"
         return f"{who}{state}, {_duration(age)} ago"
 
 
@@ -532,10 +512,10 @@ class _LoggedContent(Content):
         for record, end in records(data):
             if record.kind is not None:
                 self.apply(record.kind, record.key, record.value)
-            elif record.join is not None:
-                self.run.joined(record.join)
-            else:
-                self.run.left(record.member)
+            elif record.joined is not None:
+                self.run.members[record.number] = record.joined
+            elif record.number in self.run.members:
+                self.run.members[record.number].left = True
             self.position = start + end
 
 
@@ -698,7 +678,7 @@ class _Shared:
     def _enter(self, world_size: int, token: bytes, header: bytes) -> None:
         process = current_process()
         self._member = self.content.run.next_member(process)
-        self.write(header + encode_join(Join(self._member, world_size, token, process)))
+        self.write(header + encode_join(self._member, Member(world_size, token, process)))
 
     def _refuse(self, reason: str) -> NoReturn:
         raise DistStoreError(

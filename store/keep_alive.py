@@ -23,8 +23,6 @@ from typing import Protocol
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-__all__ = ["Releasable", "keep_if_held", "sweep"]
-
 _aside: dict[int, Releasable] = {}
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _COUNTER_OFFSETS = range(_WORD, 3 * _WORD, 4)

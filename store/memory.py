@@ -12,8 +12,6 @@ from typing import Any, NoReturn, TypeVar
 
 from collectives.store.base import Store
 
-__all__ = ["Change", "Content", "ContentStore", "HashStore"]
-
 _T = TypeVar("_T")
 
 

@@ -10,12 +10,11 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as _torch_distributed
+from torch.distributed.distributed_c10d import Store as TorchStore
 
 from collectives.errors import DistNetworkError, DistStoreError, QueueEmptyError
-from collectives.store.base import Store, TorchStore
+from collectives.store.base import Store
 from collectives.store.waiting import root_of
-
-__all__ = ["PrefixStore"]
 
 _ANSWER = timedelta(seconds=5)
 """How long a store whose limit is zero may take to send a value that it has."""

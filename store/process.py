@@ -15,8 +15,6 @@ import collectives._native as _native
 from collectives.errors import DistBackendError, DistNetworkError
 from collectives.secret import WAY_OUT, derived_key, is_insecure
 
-__all__ = ["Life", "ProcessIdentity", "current_process", "kernel_of", "own_user_only", "system"]
-
 _FIXED = struct.Struct("<16s16sQQQ")
 
 

@@ -27,24 +27,6 @@ from collectives.errors import (
 )
 from collectives.secret import SECRET, derived_key
 
-__all__ = [
-    "Announcements",
-    "Checked",
-    "as_bytes",
-    "as_text",
-    "demand",
-    "error_of",
-    "fetch",
-    "fetch_all",
-    "fields",
-    "next_key",
-    "publish",
-    "publish_all",
-    "read",
-    "record_of",
-    "written",
-]
-
 Checked = dict[str, Any]
 """A record whose fields have been checked."""
 

@@ -25,14 +25,12 @@ from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import Store as TorchStore
 
-from collectives.store.base import TorchStore
 from collectives.store.file import FileStore
 from collectives.store.tcp import TCPStore
 from collectives.store.tcp.listen import literal_address
 from collectives.store.tcp.store import is_of_agent
-
-__all__ = ["Handler", "Rendezvous", "register_rendezvous_handler", "rendezvous"]
 
 _Place = tuple[TorchStore, int, int]
 """The store, this rank, and the number of ranks."""

@@ -12,8 +12,6 @@ import torch.distributed as _torch_distributed
 
 from collectives.store.base import Store
 
-__all__ = ["delete_keys", "missing_text", "root_of", "wait_for_keys"]
-
 _SHORT = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.03
 

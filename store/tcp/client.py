@@ -27,19 +27,6 @@ from collectives.logs import Log
 from collectives.secret import SECRET, WAY_OUT
 from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
-__all__ = [
-    "ANSWER_S",
-    "Client",
-    "Connection",
-    "LocalConnection",
-    "NoStoreError",
-    "Trust",
-    "UnprovedError",
-    "hello",
-    "is_of_this_machine",
-    "prove",
-]
-
 log = Log()
 
 _HELLO = b"collectives auth"

@@ -13,8 +13,6 @@ import collectives._native as _native
 from collectives.errors import DistNetworkError
 from collectives.store.waiting import root_of
 
-__all__ = ["Addresses", "choose_addresses"]
-
 _VARIABLES = ("COLLECTIVES_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _DISCARD_PORT = 9
 """Nothing is sent there: connecting a datagram socket only asks for the route."""

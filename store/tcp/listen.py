@@ -11,15 +11,6 @@ import socket
 
 from collectives.errors import DistNetworkError
 
-__all__ = [
-    "PORT_RANGE_VARIABLE",
-    "adopt_listener",
-    "is_loopback",
-    "literal_address",
-    "open_listeners",
-    "ports_to_try",
-]
-
 PORT_RANGE_VARIABLE = "COLLECTIVES_PORT_RANGE"
 ANY_PORT = 0
 """Lets the system choose."""

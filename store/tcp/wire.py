@@ -49,23 +49,6 @@ from __future__ import annotations
 import enum
 import struct
 
-__all__ = [
-    "INIT_KEY",
-    "KEY_PREFIX",
-    "MAGIC",
-    "MAX_KEY_BYTES",
-    "MAX_VALUE_BYTES",
-    "READY",
-    "REFUSAL_KEY",
-    "SERVER_KEY",
-    "STOP_WAITING",
-    "TURNED_AWAY",
-    "WAIT_CANCELED",
-    "Command",
-    "text",
-    "u32",
-]
-
 MAGIC = 0x3C85F7CE
 KEY_PREFIX = b"/"
 INIT_KEY = b"init/"
