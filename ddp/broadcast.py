@@ -14,9 +14,7 @@ from torch import nn
 
 from collectives import BroadcastOptions, ProcessGroup, Work
 from collectives.core.arguments.staging import repeats_elements
-from collectives.ddp.reducer.buckets import MIB
-
-__all__ = ["BufferSync", "CoalescedBroadcast", "broadcast_coalesced", "refuse_overlaps", "write_changes"]
+from collectives.ddp.module.arguments import MIB
 
 _SMALL_BYTES = MIB
 """Tensors of fewer bytes than this are copied to a flat message."""
@@ -58,7 +56,7 @@ class _FlatBroadcast:
             for offset, tensor in zip(offsets, tensors, strict=True)
         ]
 
-    def start(self, tensors: Sequence[torch.Tensor], root: int, *, blocking: bool = False) -> Work:
+    def start(self, tensors: Sequence[torch.Tensor], root: int, *, blocking: bool = False) -> None:
         """Sends the root's tensors; called by all ranks. :meth:`finish` must follow.
 
         Args:
@@ -73,19 +71,17 @@ class _FlatBroadcast:
         if self._group.rank() == root:
             with torch.no_grad():
                 torch._foreach_copy_(self._places, list(tensors))
-        return self._group.broadcast([self._message], BroadcastOptions(asyncOp=not blocking, rootRank=root))
+        options = BroadcastOptions(asyncOp=not blocking, rootRank=root)
+        self._sent = self._group.broadcast([self._message], options), tensors, root
 
-    def finish(
-        self, work: Work, tensors: Sequence[torch.Tensor], root: int, *, only_changes: bool = False
-    ) -> None:
-        """Blocks until the message is here and writes it to ``tensors``; the root's stay as they are.
+    def finish(self, *, only_changes: bool = False) -> None:
+        """Blocks until the message is here and writes it to the tensors; the root's stay as they are.
 
         Args:
-            work: what :meth:`start` returned.
-            tensors: where to.
-            root: rank that sent.
             only_changes: whether tensors are left alone that hold the root's values already.
         """
+        work, tensors, root = self._sent
+        del self._sent
         work.wait()
         if self._group.rank() == root:
             return
@@ -111,10 +107,9 @@ class CoalescedBroadcast:
     def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -> None:
         self._group = group
         self._root = root
-        self._large, self._small = _messages_of(tensors)
-        self._flat = [_FlatBroadcast(group) for _ in self._small]
+        self._large, small = _messages_of(tensors)
+        self._small = [(_FlatBroadcast(group), together) for together in small]
         self._works: list[Work] = []
-        self._flat_works: list[Work] = []
 
     def start(self) -> None:
         """Sends the root's tensors without waiting."""
@@ -122,17 +117,16 @@ class CoalescedBroadcast:
             self._group.broadcast([tensor.detach()], BroadcastOptions(rootRank=self._root))
             for tensor in self._large
         ]
-        self._flat_works = [
-            flat.start(tensors, self._root) for flat, tensors in zip(self._flat, self._small, strict=True)
-        ]
+        for message, tensors in self._small:
+            message.start(tensors, self._root)
 
     def finish(self) -> None:
         """Blocks until the tensors hold the root's values."""
-        for flat, work, tensors in zip(self._flat, self._flat_works, self._small, strict=True):
-            flat.finish(work, tensors, self._root)
+        for message, _ in self._small:
+            message.finish()
         for work in self._works:
             work.wait()
-        self._works, self._flat_works = [], []
+        self._works = []
         if self._large and self._group.rank() != self._root:
             torch.autograd.graph.increment_version(self._large)
 
@@ -169,7 +163,8 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], ro
     large, small = _messages_of([tensor.detach() for tensor in tensors])
     for together in [[tensor] for tensor in large] + small:  # one by one: the messages are memory, too
         message = _FlatBroadcast(group)
-        message.finish(message.start(together, root, blocking=True), together, root, only_changes=True)
+        message.start(together, root, blocking=True)
+        message.finish(only_changes=True)
 
 
 @torch.no_grad()
@@ -214,9 +209,7 @@ class BufferSync:
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, ignored: Collection[str]) -> None:
-        self._group = group
-        self._places: dict[torch.device, list[tuple[str, nn.Module, str]]] = {}
-        self._messages: dict[torch.device, _FlatBroadcast] = {}
+        places: dict[torch.device, list[tuple[str, nn.Module, str]]] = {}
         seen: set[int] = set()
         for prefix, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
@@ -224,16 +217,17 @@ class BufferSync:
                 if buffer is None or name in ignored or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                self._places.setdefault(buffer.device, []).append((name, owner, key))
+                places.setdefault(buffer.device, []).append((name, owner, key))
+        self._messages = [(_FlatBroadcast(group), there) for there in places.values()]
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._messages)
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers by name."""
         return {
             name: buffer
-            for places in self._places.values()
+            for _, places in self._messages
             for name, owner, key in places
             if (buffer := owner._buffers[key]) is not None
         }
@@ -248,15 +242,11 @@ class BufferSync:
         Args:
             root: rank that sends its own.
         """
-        works = []
-        for device, places in self._places.items():
+        for message, places in self._messages:
             buffers = [_unseen(owner, key) for _, owner, key in places]
-            message = self._messages.get(device)
-            if message is None:
-                message = self._messages[device] = _FlatBroadcast(self._group)
-            works.append((message, message.start(buffers, root, blocking=len(self._places) == 1), buffers))
-        for message, work, buffers in works:
-            message.finish(work, buffers, root)
+            message.start(buffers, root, blocking=len(self._messages) == 1)
+        for message, _ in self._messages:
+            message.finish()
 
 
 def refuse_overlaps(tensors: Mapping[str, torch.Tensor], model: str) -> None:

@@ -9,8 +9,6 @@ from collectives import ProcessGroup
 from collectives.api.groups import group_beside_torch
 from collectives.core.forwarding import group_behind
 
-__all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group", "subgroup_of_machine"]
-
 
 def resolve_group(group: object) -> ProcessGroup:
     """Returns ``group``, the group within it where it is one of torch's, the default group for ``None``.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,14 @@ from collectives.ddp.broadcast import BufferSync, broadcast_coalesced, refuse_ov
 from collectives.ddp.default_group import default_group_or_none, is_outside, resolve_group
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.hooks.registration import BuiltinCommHookType
-from collectives.ddp.join import JOINED, Join, Joinable, JoinHook, Phase, codes_of_all
-from collectives.ddp.logging_data import construction_in_words, logging_data
+from collectives.ddp.join import JOINED, Join, Joinable, JoinHook, codes_of_all
+from collectives.ddp.logging_data import Mark, construction_in_words, logging_data
 from collectives.ddp.module.arguments import (
-    ModuleDevices,
+    FIRST_BUCKET_BYTES,
+    Settings,
+    bucket_limits,
     check_delayed,
+    check_devices,
     check_hook,
     check_parameters,
     group_of,
@@ -33,17 +37,14 @@ from collectives.ddp.module.arguments import (
 from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.module.structure import Structure
 from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
-from collectives.ddp.module.trees import tensors_in
+from collectives.ddp.module.trees import moved, tensors_in
 from collectives.ddp.reducer.averaging import sparse_parameters
 from collectives.ddp.reducer.backward_pass import Forward, UnevenForward
-from collectives.ddp.reducer.buckets import FIRST_BUCKET_BYTES, GradBucket, Hook, bucket_limits
+from collectives.ddp.reducer.buckets import GradBucket, Hook
 from collectives.ddp.reducer.reducer import Reducer
-from collectives.ddp.reducer.timing import Mark
 from collectives.dynamo import compiler_is_loaded, leave_uncompiled
 from collectives.errors import DistError
 from collectives.logs import Log
-
-__all__ = ["DistributedDataParallel"]
 
 _log = Log(__name__)
 
@@ -200,18 +201,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._given_group: Any = self.process_group if process_group is None else process_group
         self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = {n: p for n, p in module.named_parameters() if n not in self.parameters_to_ignore}
+        self.module = module
+        parameters = self._averaged_parameters()
         check_parameters(module, parameters)
         self._delayed = check_delayed(parameters, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._trigger = param_to_hook_all_reduce
-        self.module = module
-        devices = ModuleDevices(list(parameters.values()), device_ids, output_device)
-        self.device = devices.first
-        self.device_type = devices.first.type
-        self.device_ids = None if devices.input_device is None else [devices.input_device.index]
-        self.output_device = None if devices.output_device is None else devices.output_device.index
-        self.is_multi_device_module = devices.several
-        self._devices = devices
+        devices, inputs_to, outputs_to = check_devices(parameters.values(), device_ids, output_device)
+        self.device = devices[0]
+        self.device_type = self.device.type
+        self.device_ids = None if inputs_to is None else [inputs_to.index]
+        self.output_device = None if outputs_to is None else outputs_to.index
+        self.is_multi_device_module = len(devices) > 1
+        self._inputs_to, self._outputs_to = inputs_to, None if outputs_to == self.device else outputs_to
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -227,10 +228,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = True
         self._bucket_limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
         self._comm_hooks: list[tuple[Hook, object]] = []
-        self._casts = self._make_casts()
-        self.reducer = self._make_reducer(parameters)
-        self._buffer_sync = self._make_buffer_sync()
-        self._structure = Structure(self)
+        self._make_parts()
         if self.forward_sync_buffers and not init_sync:
             refuse_overlaps(self._buffer_sync.named_buffers(), self._in_words())
         if init_sync:
@@ -245,40 +243,43 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _in_words(self) -> str:
         return f"DistributedDataParallel({type(self.module).__name__})"
 
-    def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
+    def _averaged_parameters(self) -> dict[str, nn.Parameter]:
+        named = self.module.named_parameters()
+        return {name: p for name, p in named if name not in self.parameters_to_ignore}
+
+    def _make_parts(self) -> None:
+        """Makes all that works on the group and the module's parts, without communication."""
+        precision, parameters = self.mixed_precision, self._averaged_parameters()
+        self._casts: CastParameters | None = None
+        if precision is not None and precision.param_dtype is not None:
+            self._casts = CastParameters(precision.param_dtype)
+            self._casts.find_parameters(self.module, self.parameters_to_ignore)
         sparse = sparse_parameters(self.module)
-        precision = self.mixed_precision
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         delayed = {name: trained.pop(name) for name in self._delayed if name in trained}
-        return Reducer(
-            trained,
-            self.process_group,
-            device=self.device,
+        settings = Settings(
             model=self._in_words(),
-            limits=self._bucket_limits,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            batched_grad_copy=self.batched_grad_copy,
-            skip_unused=self.skip_all_reduce_unused_params,
-            sparse=[name for name, p in trained.items() if id(p) in sparse],
+            group=self.process_group,
+            device=self.device,
+            parameters=trained,
+            sparse=[index for index, p in enumerate(trained.values()) if id(p) in sparse],
             delayed=delayed,
             trigger=self._trigger,
             frozen={name: p for name, p in parameters.items() if not p.requires_grad},
+            limits=self._bucket_limits,
+            find_unused=self.find_unused_parameters,
+            skip_unused=self.skip_all_reduce_unused_params,
+            static=self.static_graph,
+            as_views=self.gradient_as_bucket_view,
+            batched=self.batched_grad_copy,
             reduce_dtype=None if precision is None else precision.wire_dtype,
-            casts=self._casts,
         )
+        self.reducer = Reducer(settings, self._casts)
+        self._note_structure()
 
-    def _make_casts(self) -> CastParameters | None:
-        precision = self.mixed_precision
-        if precision is None or precision.param_dtype is None:
-            return None
-        casts = CastParameters(precision.param_dtype)
-        casts.find_parameters(self.module, self.parameters_to_ignore)
-        return casts
-
-    def _make_buffer_sync(self) -> BufferSync:
-        return BufferSync(self.module, self.process_group, self.parameters_to_ignore)
+    def _note_structure(self) -> None:
+        self._structure = Structure(self)
+        self._buffer_sync = BufferSync(self.module, self.process_group, self.parameters_to_ignore)
 
     def _sync_init(self, parameters: dict[str, nn.Parameter], *, with_buffers: bool) -> None:
         buffers = self._buffer_sync.named_buffers() if with_buffers else {}
@@ -301,12 +302,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Takes in what a program has put in the place of modules, parameters and buffers."""
         if self.reducer.in_backward or not self._structure.has_changed():
             return
-        self._structure = Structure(self)
-        self._buffer_sync = self._make_buffer_sync()
+        self._note_structure()
         if self._casts is not None:
             self._casts.find_parameters(self.module, self.parameters_to_ignore)
-        parameters = self.module.named_parameters()
-        self.reducer.watch({n: p for n, p in parameters if n not in self.parameters_to_ignore})
+        self.reducer.watch(self._averaged_parameters())
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -344,8 +343,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
         with _outside_transforms():
             forward = self._communicate_before_forward()
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
-        return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
+        given = moved((inputs, kwargs), self._inputs_to)
+        return (forward, *(given if self._casts is None else self._casts.inputs(given)))
 
     def _communicate_before_forward(self) -> Forward:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -363,7 +362,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _after_forward(self, forward: Forward, output: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
-        output = self._devices.move_outputs(output)
+        output = moved(output, self._outputs_to)
         self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
             self.reducer.clock.mark(Mark.FORWARD_END)
@@ -615,9 +614,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         protocol = getattr(config, "protocol", None)  # the record of torch's context has none
         announce = None
         if protocol is not None and config.each_notifies:
-            announce = functools.partial(protocol.announce_active, config.place, Phase.BACKWARD)
-        mine = _ForwardCollectives(self.will_sync_module_buffers(), averages)
-        return self._agree_on_collectives(mine.code(), announce)[1]
+            announce = functools.partial(protocol.announce_active, config.place, backward=True)
+        buffers = self.will_sync_module_buffers() * _ForwardCollectives.BUFFERS
+        mine = _ForwardCollectives.FORWARD | buffers | averages * _ForwardCollectives.AVERAGES
+        return self._agree_on_collectives(mine, announce)[1]
 
     def _agree_on_collectives(
         self, code: int, announce: Callable[[], None] | None = None
@@ -633,7 +633,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         group = self.process_group
         codes = codes_of_all(group, self.device, code)
-        by_rank = {rank: _ForwardCollectives.of(code) for rank, code in enumerate(codes) if code}
+        by_rank = {rank: _ForwardCollectives(code) for rank, code in enumerate(codes) if code}
         if len(set(by_rank.values())) > 1:
             reasons = {rank: f"its forward {agreed}" for rank, agreed in by_rank.items()}
             where = f"[rank {group.rank()}] {self._in_words()} over {group.describe()}"
@@ -648,14 +648,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _shadow_forward(self) -> bool:
         """Communicates what other ranks do in a forward; returns whether the backward pass comes at once."""
         agreed, root = self._agree_on_collectives(JOINED)
-        if agreed.averages:
+        averages = bool(agreed & _ForwardCollectives.AVERAGES)
+        if averages:
             self.reducer.rebuild_buckets()
-        if agreed.buffers:
+        if agreed & _ForwardCollectives.BUFFERS:
             self._buffer_sync(root)
-        self.require_forward_param_sync = agreed.averages
-        if agreed.averages:
+        self.require_forward_param_sync = averages
+        if averages:
             self.reducer.shadow_forward()
-        return agreed.averages and not getattr(self._join_config, "each_notifies", False)
+        return averages and not getattr(self._join_config, "each_notifies", False)
 
     # ---- copies ------------------------------------------------------------------------------------------
 
@@ -704,45 +705,27 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
-        self._casts = self._make_casts()
         self._use_group(group, group)
 
     def _use_group(self, group: ProcessGroup, given: object) -> None:
-        """Makes all that works on a group, without communication."""
         self.process_group, self._given_group = group, given
         self.device_mesh = None
-        parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-        self.reducer = self._make_reducer(parameters)
-        self._buffer_sync = self._make_buffer_sync()
-        self._structure = Structure(self)
+        self._make_parts()
 
 
 # ---- uneven inputs -----------------------------------------------------------------------------------------
 
 
-class _ForwardCollectives(NamedTuple):
-    """What a forward and its backward pass communicate.
+class _ForwardCollectives(enum.IntFlag):
+    """What a forward and its backward pass communicate; the number that tells other ranks, never zero."""
 
-    Attributes:
-        buffers: whether buffers are sent.
-        averages: whether gradients will be averaged.
-    """
-
-    buffers: bool
-    averages: bool
-
-    def code(self) -> int:
-        """Returns the number that stands for it; never zero."""
-        return 1 + 2 * self.buffers + 4 * self.averages
-
-    @classmethod
-    def of(cls, code: int) -> _ForwardCollectives:
-        """Returns what a number stands for."""
-        return cls(buffers=bool((code - 1) & 2), averages=bool((code - 1) & 4))
+    FORWARD = 1
+    BUFFERS = 2
+    AVERAGES = 4
 
     def __str__(self) -> str:
-        buffers = "sends" if self.buffers else "does not send"
-        gradients = "averages" if self.averages else "does not average"
+        buffers = "sends" if self & _ForwardCollectives.BUFFERS else "does not send"
+        gradients = "averages" if self & _ForwardCollectives.AVERAGES else "does not average"
         return f"{buffers} buffers and {gradients} gradients"
 
 
@@ -794,17 +777,6 @@ def _run_module(module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: dict[s
     return module(*inputs, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Wrapper:
-    """What the compiler's optimizer asks a wrapper for.
-
-    Attributes:
-        bucket_bytes_cap: bytes of parameters after which a graph ends.
-    """
-
-    bucket_bytes_cap: int
-
-
 @contextlib.contextmanager
 def _splits_graphs(bucket_bytes: int) -> Iterator[None]:
     """Context in which the compiler splits graphs at the boundaries of the buckets.
@@ -822,7 +794,7 @@ def _splits_graphs(bucket_bytes: int) -> Iterator[None]:
         yield
         return
     before = owner._active_ddp_module
-    owner._active_ddp_module = _Wrapper(max(bucket_bytes, FIRST_BUCKET_BYTES))
+    owner._active_ddp_module = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, FIRST_BUCKET_BYTES))
     try:
         yield
     finally:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from collectives.errors import DistError
 
-__all__ = ["GradientSyncError", "JoinError", "ModelMismatchError", "UnevenInputsError"]
-
 
 class ModelMismatchError(DistError):
     """The ranks wrapped different models or asked for different options; raised on all, before any change."""

@@ -18,13 +18,12 @@ That is done where all joinables do so.
 from __future__ import annotations
 
 import contextlib
-import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,8 +33,6 @@ from collectives.ddp.default_group import resolve_group
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
 from collectives.dynamo import Uncompiled
 from collectives.errors import DistBackendError
-
-__all__ = ["JOINED", "Join", "JoinHook", "Joinable", "Phase", "codes_of_all"]
 
 _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 _SUM_NOW = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
@@ -71,39 +68,11 @@ def codes_of_all(group: ProcessGroup, device: torch.device, code: int) -> list[i
     return codes
 
 
-class Phase(enum.IntEnum):
-    """What a joinable communicates."""
-
-    MAIN = 0
-    """All that belongs to an iteration; of a model that announces its backward passes, only the forward."""
-    BACKWARD = 1
-    """A backward pass."""
-
-
-class _Announcement(NamedTuple):
-    """What the active ranks are about to communicate.
-
-    Attributes:
-        place: place of the joinable.
-        phase: which of its communications.
-    """
-
-    place: int
-    phase: Phase
-
-    def code(self) -> int:
-        """Returns the number that stands for it."""
-        return 1 + self.place * len(Phase) + self.phase
-
-    @classmethod
-    def of(cls, code: int) -> _Announcement:
-        """Returns what a number stands for."""
-        place, phase = divmod(code - 1, len(Phase))
-        return cls(place, Phase(phase))
-
-
 class _JoinProtocol:
     """The announcements of one context.
+
+    An active rank's code stands for the place of the joinable that is about to communicate, and for whether
+    that is a backward pass: of a model that announces these, all else is its forward.
 
     Args:
         group: the ranks.
@@ -125,22 +94,24 @@ class _JoinProtocol:
         """Ends the context: later calls do nothing."""
         self._closed = True
 
-    def announce_active(self, place: int, phase: Phase) -> None:
+    def announce_active(self, place: int, *, backward: bool = False) -> None:
         """Tells that this rank is active; blocks until all ranks have announced.
 
         Args:
             place: place of the joinable that is about to communicate.
-            phase: which of its communications.
+            backward: whether that is a backward pass.
 
         Raises:
             UnevenInputsError: a rank has joined and must not.
             JoinError: a rank failed, or is about to communicate something else.
         """
         if not self._closed:
-            self._read(codes_of_all(self._group, self._device, _Announcement(place, phase).code()))
+            self._read(codes_of_all(self._group, self._device, 1 + 2 * place + backward))
 
-    def announce_joined(self) -> _Announcement | None:
+    def announce_joined(self) -> tuple[int, bool] | None:
         """Tells that this rank has joined; returns what the others do, ``None`` where all have joined.
+
+        That is the place of a joinable, and whether it is a backward pass.
 
         Raises:
             UnevenInputsError: a rank is active and must not be.
@@ -152,7 +123,7 @@ class _JoinProtocol:
         """Tells that this rank failed; does not wait for the others."""
         self._group.allreduce([_row_of(self._group, self._device, _FAILED)], _SUM)
 
-    def _read(self, codes: Sequence[int]) -> _Announcement | None:
+    def _read(self, codes: Sequence[int]) -> tuple[int, bool] | None:
         failed = [rank for rank, code in enumerate(codes) if code == _FAILED]
         if failed:
             raise JoinError(f"{self._here()} {_in_words(failed)} left it by an exception", failed)
@@ -174,23 +145,26 @@ class _JoinProtocol:
             if code != JOINED:
                 by_code.setdefault(code, []).append(rank)
         if len(by_code) > 1:
-            lines = [
-                f"{_in_words(ranks)}: {self._about(_Announcement.of(code))}"
-                for code, ranks in by_code.items()
-            ]
+            lines = [f"{_in_words(ranks)}: {self._about(*_read(code))}" for code, ranks in by_code.items()]
             raise JoinError(
                 f"{self._here()} ranks are about to communicate different things: {'; '.join(lines)}. Run "
                 "forward, backward and step alike on all ranks that have inputs",
                 [rank for ranks in by_code.values() for rank in ranks],
             )
-        return _Announcement.of(next(iter(by_code)))
+        return _read(next(iter(by_code)))
 
     def _here(self) -> str:
         return f"[rank {self._group.rank()}] Join over {self._group.describe()}:"
 
-    def _about(self, active: _Announcement) -> str:
-        kind = self._kinds[active.place] if active.place < len(self._kinds) else f"joinable {active.place}"
-        return f"{kind}, backward" if active.phase is Phase.BACKWARD else kind
+    def _about(self, place: int, backward: bool) -> str:
+        kind = self._kinds[place] if place < len(self._kinds) else f"joinable {place}"
+        return f"{kind}, backward" if backward else kind
+
+
+def _read(code: int) -> tuple[int, bool]:
+    """Returns what the code of an active rank stands for."""
+    place, backward = divmod(code - 1, 2)
+    return place, bool(backward)
 
 
 def _in_words(ranks: Sequence[int]) -> str:
@@ -400,25 +374,18 @@ class Join(Uncompiled):
         if not self._enable:
             return
         try:
-            if error is None:
-                self._shadow()
-            else:
+            if error is not None:
                 self._report_failure(error)
-        finally:
-            self._leave()
-
-    def _shadow(self) -> None:
-        try:
-            last = (
-                self._shadow_by_protocol(self._protocol)
-                if self._protocol is not None
-                else self._shadow_by_counts()
-            )
+                return
+            self._shadowed = 0
+            last = self._shadow_by_counts() if self._protocol is None else self._shadow_by_protocol()
             for hook in self._hooks:
                 hook.post_hook(last)
-        except BaseException as error:
-            self._report_failure(error)
+        except BaseException as failure:
+            self._report_failure(failure)
             raise
+        finally:
+            self._leave()
 
     def _report_failure(self, error: BaseException) -> None:
         """Tells the other ranks of an error that only this one may know of; does not block."""
@@ -427,26 +394,26 @@ class Join(Uncompiled):
             with contextlib.suppress(Exception):
                 self._protocol.announce_failure()
 
-    def _shadow_by_protocol(self, protocol: _JoinProtocol) -> bool:
+    def _shadow_by_protocol(self) -> bool:
         """Shadows what the active ranks announce; returns whether this rank is one of the last."""
-        last, iterations = True, 0
-        while (active := protocol.announce_joined()) is not None:
+        last = True
+        while self._protocol is not None and (active := self._protocol.announce_joined()) is not None:
             last = False
-            if active.phase is Phase.MAIN and active.place == 0:
-                iterations += 1
-                self._warn_of_skew(iterations)
+            place, backward = active
+            if place == 0 and not backward:
+                self._count_iteration()
             if not self._each_notifies:
                 self._run_main_hooks()
-            elif active.phase is Phase.MAIN:
-                self._hooks[active.place].main_hook()
+            elif backward:
+                self._hooks[place].backward_hook()
             else:
-                self._hooks[active.place].backward_hook()
+                self._hooks[place].main_hook()
         return last
 
     def _shadow_by_counts(self) -> bool:
         """Shadows iterations, by the protocol of torch; returns whether this rank is one of the last."""
         device = self._joinables[0].join_device
-        last, iterations = True, 0
+        last = True
         while True:
             active = torch.zeros(1, device=device)
             self._group.allreduce([active], _SUM).wait()
@@ -461,20 +428,20 @@ class Join(Uncompiled):
                     [self._group.rank()],
                 )
             last = False
-            iterations += 1
-            self._warn_of_skew(iterations)
+            self._count_iteration()
             self._run_main_hooks()
 
     def _run_main_hooks(self) -> None:
         for hook in self._hooks:
             hook.main_hook()
 
-    def _warn_of_skew(self, iterations: int) -> None:
-        if iterations == _SKEW:
+    def _count_iteration(self) -> None:
+        self._shadowed += 1
+        if self._shadowed == _SKEW:
             warnings.warn(
                 f"[rank {self._group.rank()}] this rank ran out of inputs {_SKEW} iterations ago and does "
                 "nothing but follow the others; give it more inputs",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     # ---- what joinables call -----------------------------------------------------------------------------
@@ -507,7 +474,7 @@ class Join(Uncompiled):
         protocol = getattr(config, "protocol", None)  # torch's record has none
         if protocol is not None:
             if config.is_first_joinable or config.each_notifies:
-                protocol.announce_active(config.place, Phase.MAIN)
+                protocol.announce_active(config.place)
             return CompletedWork() if config.is_first_joinable else None
         if not config.is_first_joinable:
             return None

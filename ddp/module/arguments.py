@@ -3,30 +3,74 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from collectives import ProcessGroup, UnsupportedOperationError
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.module.trees import map_tensors
 
-__all__ = ["ModuleDevices", "check_delayed", "check_hook", "check_parameters", "group_of"]
-
-_T = TypeVar("_T")
 Device = int | str | torch.device
 
+MIB = 1024 * 1024
 
-class ModuleDevices:
-    """Devices of a module, checked against the arguments that name some.
+_DEFAULT_CAP_MIB = 25
+"""Cap where the user names none (section 4.2 of the paper)."""
+
+FIRST_BUCKET_BYTES = MIB
+"""Cap of the first bucket: small, so that communication starts soon after the backward pass did."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a model's gradients are averaged by: the arguments of DistributedDataParallel, checked.
 
     Attributes:
-        first: device of the first parameter.
-        several: whether parameters are on several devices.
-        input_device: device that inputs are moved to, or ``None``.
-        output_device: device that outputs are moved to, or ``None``.
+        model: the model in words, for messages.
+        group: the ranks.
+        device: device of the first parameter, and of tensors that the group takes.
+        parameters: parameters that need gradients, by name.
+        sparse: indices of those with sparse gradients, which lie in no bucket.
+        delayed: further parameters that need gradients, by name; no other setting applies to them.
+        trigger: the parameter whose gradient they wait for.
+        frozen: parameters that need no gradient, by name.
+        limits: caps of the buckets in bytes, from :func:`bucket_limits`.
+        find_unused: whether parameters may be unused in a pass.
+        skip_unused: whether gradients are not sent that no rank can have.
+        static: whether all passes use the parameters alike.
+        as_views: whether ``.grad`` becomes the place in the bucket.
+        batched: whether all gradients are copied when their bucket is full.
+        reduce_dtype: data type that floating gradients are averaged in; ``None`` for their own.
+    """
+
+    model: str
+    group: ProcessGroup
+    device: torch.device
+    parameters: Mapping[str, nn.Parameter]
+    sparse: Collection[int]
+    delayed: Mapping[str, nn.Parameter]
+    trigger: nn.Parameter | None
+    frozen: Mapping[str, nn.Parameter]
+    limits: Sequence[int]
+    find_unused: bool
+    skip_unused: bool
+    static: bool
+    as_views: bool
+    batched: bool
+    reduce_dtype: torch.dtype | None
+
+    def where(self) -> str:
+        """Returns rank, model and group in words, for messages."""
+        return f"[rank {self.group.rank()}] {self.model} over {self.group.describe()}"
+
+
+def check_devices(
+    parameters: Iterable[nn.Parameter], device_ids: Sequence[Device] | None, output_device: Device | None
+) -> tuple[list[torch.device], torch.device | None, torch.device | None]:
+    """Returns the devices of parameters, and those that inputs and outputs are moved to, where they are.
 
     Args:
         parameters: the module's parameters.
@@ -36,62 +80,35 @@ class ModuleDevices:
     Raises:
         ValueError: the arguments do not fit the module.
     """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        device_ids: Sequence[Device] | None,
-        output_device: Device | None,
-    ) -> None:
-        devices = list(dict.fromkeys(parameter.device for parameter in parameters))
-        words = ", ".join(map(str, devices))
-        if len({device.type for device in devices}) > 1:
-            raise ValueError(f"all parameters must be on devices of one type, but are on {words}")
-        self.first = devices[0]
-        self.several = len(devices) > 1
-        self.input_device: torch.device | None = None
-        self.output_device: torch.device | None = None
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(
-                f"device_ids must name one device, because a process drives one, but is {list(device_ids)}"
-            )
-        if not device_ids and output_device is None:
-            return
-        if self.first.type == "cpu" or self.several:
-            raise ValueError(
-                "device_ids and output_device are for modules on one device that is not the CPU, but are "
-                f"{device_ids} and {output_device}, and the parameters are on {words}; leave them out"
-            )
-        if not device_ids:
-            raise ValueError(
-                f"output_device is {output_device}, but needs device_ids; give the module's device, {words}"
-            )
-        target = self._device(device_ids[0])
-        if target != self.first:
-            raise ValueError(f"device_ids is {list(device_ids)}, but the parameters are on {words}")
-        self.input_device = target
-        self.output_device = target if output_device is None else self._device(output_device)
-
-    def _device(self, device: Device) -> torch.device:
-        if isinstance(device, int):
-            return torch.device(self.first.type, device)
-        found = torch.device(device)
-        return found if found.index is not None else torch.device(found.type, self.first.index)
-
-    def move_inputs(self, value: _T) -> _T:
-        """Returns ``value`` with its tensors on the input device, where there is one."""
-        return _moved(value, self.input_device)
-
-    def move_outputs(self, value: _T) -> _T:
-        """Returns ``value`` with its tensors on the output device, where that is not the module's."""
-        return _moved(value, None if self.output_device == self.first else self.output_device)
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
+    words = ", ".join(map(str, devices))
+    first = devices[0]
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"all parameters must be on devices of one type, but are on {words}")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids must name one device, because a process drives one, but is {list(device_ids)}"
+        )
+    if not device_ids and output_device is None:
+        return devices, None, None
+    if first.type == "cpu" or len(devices) > 1:
+        raise ValueError(
+            "device_ids and output_device are for modules on one device that is not the CPU, but are "
+            f"{device_ids} and {output_device}, and the parameters are on {words}; leave them out"
+        )
+    if not device_ids:
+        raise ValueError(
+            f"output_device is {output_device}, but needs device_ids; give the module's device, {words}"
+        )
+    target = _device(device_ids[0], first)
+    if target != first:
+        raise ValueError(f"device_ids is {list(device_ids)}, but the parameters are on {words}")
+    return devices, target, target if output_device is None else _device(output_device, first)
 
 
-def _moved(value: _T, target: torch.device | None) -> _T:
-    if target is None:
-        return value
-    moved: _T = map_tensors(lambda tensor: tensor.to(target, non_blocking=True), value)
-    return moved
+def _device(device: Device, like: torch.device) -> torch.device:
+    found = torch.device(like.type, device) if isinstance(device, int) else torch.device(device)
+    return found if found.index is not None else torch.device(found.type, like.index)
 
 
 def group_of(process_group: object | None, device_mesh: object | None) -> ProcessGroup:
@@ -121,6 +138,43 @@ def group_of(process_group: object | None, device_mesh: object | None) -> Proces
             "average over, as in mesh['replicate']"
         )
     return resolve_group(get_group(mesh_dim=0))
+
+
+def bucket_limits(
+    bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
+) -> list[int]:
+    """Returns the caps of the first buckets in bytes, in order; the last one holds for all further buckets.
+
+    Args:
+        bucket_cap_mb: cap in MiB; ``None`` for 25; zero puts every gradient alone. The first bucket's is 1
+            MiB where that is less.
+        bucket_cap_mb_list: caps in MiB of the first bucket, the second, and so on; taken as they are.
+
+    Raises:
+        TypeError: a cap is no number.
+        ValueError: a cap is negative or not finite, the list is empty, or both arguments are given.
+    """
+    if bucket_cap_mb_list is not None:
+        if bucket_cap_mb is not None:
+            raise ValueError(
+                f"give bucket_cap_mb or bucket_cap_mb_list, not both: got {bucket_cap_mb} and "
+                f"{list(bucket_cap_mb_list)}"
+            )
+        if not bucket_cap_mb_list:
+            raise ValueError(
+                "bucket_cap_mb_list is empty; give at least one cap in MiB, or None for the default"
+            )
+        return [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
+    cap = _cap_bytes("bucket_cap_mb", _DEFAULT_CAP_MIB if bucket_cap_mb is None else bucket_cap_mb)
+    return [min(FIRST_BUCKET_BYTES, cap), cap]
+
+
+def _cap_bytes(name: str, cap: float) -> int:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise TypeError(f"{name} must be a number of MiB, but is {cap!r} of type {type(cap).__name__}")
+    if cap < 0 or not math.isfinite(cap):
+        raise ValueError(f"{name} must be zero or positive and finite, but is {cap}")
+    return int(cap * MIB)
 
 
 def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -224,20 +278,17 @@ def check_hook(hook: object) -> None:
             f"a communication hook takes a state and a bucket, but {hook!r} has the signature {signature}"
         )
     bucket = signature.parameters.get("bucket")
-    _check_annotation(
-        hook, "argument bucket", bucket.annotation if bucket else inspect.Parameter.empty, "GradBucket"
-    )
-    _check_annotation(hook, "return value", signature.return_annotation, "Future[Tensor]")
-
-
-def _check_annotation(hook: object, what: str, annotation: object, expected: str) -> None:
-    if annotation is inspect.Parameter.empty:
-        return
-    words = (
-        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "") + repr(annotation)
-    )
-    if expected.partition("[")[0] not in words:
-        raise ValueError(
-            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says "
-            f"{annotation!r}"
+    for what, annotation, expected in (
+        ("argument bucket", bucket.annotation if bucket else inspect.Parameter.empty, "GradBucket"),
+        ("return value", signature.return_annotation, "Future[Tensor]"),
+    ):
+        words = (
+            annotation
+            if isinstance(annotation, str)
+            else f"{getattr(annotation, '__name__', '')} {annotation!r}"
         )
+        if annotation is not inspect.Parameter.empty and expected.partition("[")[0] not in words:
+            raise ValueError(
+                f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says "
+                f"{annotation!r}"
+            )

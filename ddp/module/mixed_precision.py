@@ -18,8 +18,6 @@ from torch import nn
 
 from collectives.ddp.module.trees import map_tensors
 
-__all__ = ["CastParameters", "MixedPrecision", "cast_buffers"]
-
 _T = TypeVar("_T")
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from collectives.ddp.agreement import tensor_in_words
 
-__all__ = ["Kinds", "Structure"]
-
 _DTYPE = attrgetter("dtype")
 _SIZE = torch.Tensor.numel
 

@@ -22,8 +22,6 @@ from collectives import AllgatherOptions, AllreduceOptions, ProcessGroup, Reduce
 from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.dynamo import leave_uncompiled
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
-
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 _GATHER = AllgatherOptions(asyncOp=False)

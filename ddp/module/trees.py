@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "tensors_in"]
-
 _DEPTH = 3
 """How many objects within objects are looked into; containers and dataclasses do not count."""
 
@@ -43,6 +41,11 @@ def _walk(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
         depth -= 1
     for part in parts:
         yield from _walk(part, seen, depth)
+
+
+def moved(value: Any, device: torch.device | None) -> Any:
+    """Returns ``value`` with its tensors on a device, or as it is for ``None``."""
+    return value if device is None else map_tensors(lambda t: t.to(device, non_blocking=True), value)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

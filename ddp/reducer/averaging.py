@@ -19,16 +19,7 @@ from torch import nn
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError, Work
 from collectives.core.operations import ALL_REDUCE, ALL_REDUCE_COALESCED
 from collectives.core.work import CoalescedWork, FinishingWork
-
-__all__ = [
-    "Averager",
-    "DelayedGradients",
-    "SparseGradients",
-    "average",
-    "averaging_op",
-    "launches",
-    "sparse_parameters",
-]
+from collectives.ddp.module.arguments import Settings
 
 
 def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> ReduceOp:
@@ -174,17 +165,13 @@ class SparseGradients:
         self._averager = averager
         self._device = device
         self._rows = torch.empty(0, dtype=torch.int64)
-        self._work: Work | None = None
-        self._arriving: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
-        self._zeros_only = False
-        self.pending = 0
         self.reset()
 
     def reset(self) -> None:
         """Begins or ends a pass."""
         self.pending = len(self._parameters)
-        self._work = None
-        self._arriving = []
+        self._work: Work | None = None
+        self._arriving: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
         self._zeros_only = False
 
     def announce(self, unused: Collection[int], *, error: bool, zeros_only: bool = False) -> None:
@@ -328,17 +315,12 @@ class DelayedGradients:
         hooked: the parameters, and at the end the one that they wait for; :meth:`note` takes their indices.
 
     Args:
-        parameters: the parameters.
-        trigger: their message leaves when it has its gradient and they have theirs, else at the end.
+        settings: of the model; the message leaves when the trigger has its gradient, else at the end.
         averager: averages over the ranks.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        trigger: torch.nn.Parameter | None,
-        averager: Averager,
-    ) -> None:
+    def __init__(self, settings: Settings, averager: Averager) -> None:
+        parameters, trigger = settings.delayed.values(), settings.trigger
         kinds = {p: (str(p.dtype), str(p.device)) for p in parameters}
         self._parameters = sorted(parameters, key=kinds.__getitem__)
         self.hooked = [*self._parameters, *([] if trigger is None else [trigger])]

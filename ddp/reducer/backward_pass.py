@@ -6,22 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "CHANGED",
-    "CONVERTED",
-    "MISSING",
-    "OUT_OF_STEP",
-    "REPEATED",
-    "REPORT_BYTES",
-    "BackwardPass",
-    "ErrorReport",
-    "Forward",
-    "ParameterFault",
-    "Position",
-    "Progress",
-    "UnevenForward",
-]
-
 REPORT_BYTES = 16384
 """Size of an encoded report; long lists are cut and counted."""
 
@@ -253,11 +237,6 @@ class BackwardPass:
     uneven: UnevenForward | None = None
     forwards: list[Forward] = field(default_factory=list)
     strangers: dict[str, None] = field(default_factory=dict)
-
-    def abandon(self) -> None:
-        """Takes note that an exception broke the pass off."""
-        self.abandoned = True
-        self.report.errors.append("its backward pass was broken off by an exception, which is raised there")
 
     def took_part(self) -> bool:
         """Returns whether the pass reached a parameter, or would have."""

@@ -19,10 +19,7 @@ that a model whose order changes again and again does not make the ranks agree a
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -31,34 +28,9 @@ import torch
 from torch.futures import Future
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from collectives.ddp.module.arguments import Settings
+from collectives.ddp.reducer.averaging import launches
 from collectives.dynamo import Uncompiled
-
-__all__ = [
-    "FIRST_BUCKET_BYTES",
-    "MIB",
-    "BadGradientError",
-    "Bucket",
-    "BucketLayout",
-    "BucketState",
-    "GradBucket",
-    "Gradient",
-    "Gradients",
-    "Hook",
-    "OrderTrace",
-    "agree_on_order",
-    "assign_buckets",
-    "bucket_limits",
-    "complete_trace",
-    "layout",
-]
-
-MIB = 1024 * 1024
-
-_DEFAULT_CAP_MIB = 25
-"""Cap where the user names none (section 4.2 of the paper)."""
-
-FIRST_BUCKET_BYTES = MIB
-"""Cap of the first bucket: small, so that communication starts soon after the backward pass did."""
 
 IN_PLACE_BYTES = 256 * 1024
 """Gradients of so many bytes or more are reduced in place where they can be, else copied as they come."""
@@ -70,48 +42,7 @@ _SUM = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
 _ADDRESS = torch.Tensor.data_ptr
 
 
-class BadGradientError(Exception):
-    """A gradient that cannot be averaged; the message is a clause that names the parameter."""
-
-
 # ---- which gradients share a bucket ------------------------------------------------------------------------
-
-
-def bucket_limits(
-    bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
-) -> list[int]:
-    """Returns the caps of the first buckets in bytes, in order; the last one holds for all further buckets.
-
-    Args:
-        bucket_cap_mb: cap in MiB; ``None`` for 25; zero puts every gradient alone. The first bucket's is 1
-            MiB where that is less.
-        bucket_cap_mb_list: caps in MiB of the first bucket, the second, and so on; taken as they are.
-
-    Raises:
-        TypeError: a cap is no number.
-        ValueError: a cap is negative or not finite, the list is empty, or both arguments are given.
-    """
-    if bucket_cap_mb_list is not None:
-        if bucket_cap_mb is not None:
-            raise ValueError(
-                f"give bucket_cap_mb or bucket_cap_mb_list, not both: got {bucket_cap_mb} and "
-                f"{list(bucket_cap_mb_list)}"
-            )
-        if not bucket_cap_mb_list:
-            raise ValueError(
-                "bucket_cap_mb_list is empty; give at least one cap in MiB, or None for the default"
-            )
-        return [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
-    cap = _cap_bytes("bucket_cap_mb", _DEFAULT_CAP_MIB if bucket_cap_mb is None else bucket_cap_mb)
-    return [min(FIRST_BUCKET_BYTES, cap), cap]
-
-
-def _cap_bytes(name: str, cap: float) -> int:
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-        raise TypeError(f"{name} must be a number of MiB, but is {cap!r} of type {type(cap).__name__}")
-    if cap < 0 or not math.isfinite(cap):
-        raise ValueError(f"{name} must be zero or positive and finite, but is {cap}")
-    return int(cap * MIB)
 
 
 def assign_buckets(
@@ -172,10 +103,7 @@ def agree_on_order(group: ProcessGroup, trace: Sequence[int], device: torch.devi
         trace: this rank's trace.
         device: device of tensors that the group takes.
     """
-    places = [0] * len(trace)
-    for place, index in enumerate(trace):
-        places[index] = place
-    sums = torch.tensor(places, dtype=torch.int64, device=device)
+    sums = torch.tensor(trace, dtype=torch.int64).argsort().to(device)  # the place of each index
     group.allreduce([sums], _SUM).wait()
     total = group.to_host(sums).tolist()
     return sorted(range(len(trace)), key=lambda index: (total[index], -index))
@@ -221,15 +149,11 @@ class OrderTrace:
             device: device of tensors that the group takes.
         """
         order = self.latest if group is None else agree_on_order(group, self.latest, device)
-        self.mark_agreed()
-        return order
-
-    def mark_agreed(self) -> None:
-        """Takes note that the ranks agreed on an order, with the latest trace as this rank's part."""
         if self._agreed is not None:
             self._patience *= 2
         self._agreed = self.latest, self._ready_order
         self.requests_relayout = False
+        return order
 
 
 # ---- the memory of gradients -------------------------------------------------------------------------------
@@ -245,30 +169,23 @@ def layout(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch
     return views
 
 
+def flat_by_kind(
+    tensors: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]:
+    """Returns for each device and data type an empty flat tensor, those that belong there, their places."""
+    kinds: dict[Hashable, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    flats = [alike[0].new_empty(sum(tensor.numel() for tensor in alike)) for alike in kinds.values()]
+    return [(flat, alike, layout(alike, flat)) for flat, alike in zip(flats, kinds.values(), strict=True)]
+
+
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides that autograd gives to a gradient: the parameter's where it has no gaps."""
-    return parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements take up one run of memory without gaps, in any order (channels_last)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    like = torch.empty_like(parameter, device="meta")  # which has the same then
+    if like.stride() != parameter.stride():
+        like = like.new_empty(like.shape)
+    return like.stride()
 
 
 _count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -367,9 +284,7 @@ class Gradient:
         "places", "view",
     )  # fmt: skip
 
-    def __init__(
-        self, index: int, name: str, parameter: torch.nn.Parameter, places: set[int] | None = None
-    ) -> None:
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, places: set[int]) -> None:
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # since torch 2.10 they may differ
         self.index = index
         self.name = name
@@ -377,7 +292,7 @@ class Gradient:
         self.form = torch.empty_strided(parameter.shape, strides_of(parameter), dtype=dtype, device="meta")
         self.device = parameter.device
         self._dtype = parameter.dtype
-        self.places = set() if places is None else places
+        self.places = places
         self.leave()
 
     def leave(self) -> None:
@@ -386,41 +301,32 @@ class Gradient:
         self.handed_out: torch.Tensor | None = None
         self.comes_early = False
 
-    def hand_out(self) -> None:
-        """Makes ``.grad`` the place in the bucket.
-
-        Raises:
-            BadGradientError: the parameter is elsewhere by now.
-        """
+    def hand_out(self) -> str:
+        """Makes ``.grad`` the place in the bucket; returns what is bad: it is elsewhere now."""
         view, handed_out, parameter = self.view, self.handed_out, self.parameter
         if view is None or handed_out is None:
-            return
+            return ""
         if not handed_out.is_set_to(view):
             handed_out = self.handed_out = view.view_as(view)
         if parameter.numel() != view.numel() or parameter.dtype is not self._dtype:
-            return  # which all ranks are told of
+            return ""  # which all ranks are told of
         try:
             parameter.grad = handed_out
         except RuntimeError as error:
-            raise BadGradientError(self.what_is_bad(handed_out, error)) from error
+            return self.what_is_bad(handed_out, error)
+        return ""
 
-    def copy_early(self) -> None:
-        """Copies a gradient that just came to its place.
-
-        Raises:
-            BadGradientError: it cannot be averaged.
-        """
+    def copy_early(self) -> str:
+        """Copies a gradient that just came to its place; returns in words what is bad."""
         grad, view, handed_out = self.parameter.grad, self.view, self.handed_out
         if view is None or (handed_out is not None and handed_out is grad and grad.is_set_to(view)):
-            return
-        self.copy(grad, view)
-        self.hand_out()
+            return ""
+        return self.copy(grad, view) or self.hand_out()
 
-    def copy(self, grad: torch.Tensor | None, place: torch.Tensor) -> None:
-        """Copies what stands in ``.grad``, which may be anywhere, to a place.
+    def copy(self, grad: torch.Tensor | None, place: torch.Tensor) -> str:
+        """Copies what stands in ``.grad``, which may be anywhere, to a place; returns in words what is bad.
 
-        Raises:
-            BadGradientError: there is none, or it does not fit, or it lies where another one belongs.
+        That is that there is none, or it does not fit, or it lies where another one belongs.
         """
         try:
             if grad is not None and self.lies_at_some_place([grad]) and not lies_at(grad, place):
@@ -429,8 +335,9 @@ class Gradient:
                     "own; assign a copy, as p.grad = q.grad.clone()"
                 )
             place.copy_(grad)  # type: ignore[arg-type]
-        except Exception as error:
-            raise BadGradientError(self.what_is_bad(grad, error)) from error
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            return self.what_is_bad(grad, error)
+        return ""
 
     def lies_at_some_place(self, grads: Iterable[torch.Tensor]) -> bool:
         """Returns whether one of some gradients lies at a place of the buckets that was handed out."""
@@ -449,19 +356,6 @@ class Gradient:
         return f"the gradient of {self.name} could not be put into its bucket: {error}"
 
 
-class BucketState(enum.Enum):
-    """Where a bucket stands within one backward pass."""
-
-    FILLING = "filling"
-    """Some of its gradients are not there yet."""
-    READY = "ready"
-    """All its gradients are there; buckets before it may still be filling."""
-    LAUNCHED = "launched"
-    """Its reduction was issued; its memory must not be touched."""
-    DONE = "done"
-    """The averages are there."""
-
-
 class Bucket:
     """Gradients that are reduced together, through one backward pass after another.
 
@@ -477,8 +371,10 @@ class Bucket:
         in_place: flat tensors that are reduced besides :attr:`flat` in this pass.
         skipped: whether the gradients are left out of this pass.
         left_out: indices of single gradients that are.
-        work: what ends the reduction, where the group reduces.
+        pending: number of gradients that are not there yet.
+        work: what ends the reduction, where the group reduces; its memory must not be touched before.
         future: what ends it, where a communication hook does.
+        done: whether that was waited for.
 
     Args:
         index: place in the order of launch.
@@ -490,8 +386,8 @@ class Bucket:
     """
 
     __slots__ = (
-        "_alone", "_parts", "_reduced", "_saved", "_zeroed", "buffer", "flat", "future", "gradients",
-        "in_place", "index", "indices", "left_out", "pending", "skipped", "state", "tail", "work",
+        "_alone", "_parts", "_reduced", "_saved", "_zeroed", "buffer", "done", "flat", "future", "gradients",
+        "in_place", "index", "indices", "left_out", "pending", "skipped", "tail", "work",
     )  # fmt: skip
 
     def __init__(
@@ -518,8 +414,6 @@ class Bucket:
         places = layout([gradient.form for gradient in copied], self.buffer)
         for gradient, view in zip(copied, places, strict=True):
             gradient.view = view
-        self.work: Work | None = None
-        self.future: Future[torch.Tensor] | None = None
         self._saved: dict[int, torch.Tensor] = {}
         self._reduced: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._zeroed: set[int] = set()
@@ -552,7 +446,6 @@ class Bucket:
     def reset(self) -> None:
         """Begins a pass: every gradient is pending."""
         self.pending = len(self.indices)
-        self.state = BucketState.FILLING
         self.skipped = False
         self.left_out: frozenset[int] = frozenset()
         self._parts: list[torch.Tensor] = []
@@ -560,8 +453,9 @@ class Bucket:
         self._saved.clear()
         self._reduced.clear()
         self._zeroed.clear()
-        self.work = None
-        self.future = None
+        self.work: Work | None = None
+        self.future: Future[torch.Tensor] | None = None
+        self.done = False
 
     # ---- into the bucket ---------------------------------------------------------------------------------
 
@@ -569,7 +463,6 @@ class Bucket:
         """Leaves the gradients out of this pass; a tail is sent all the same."""
         self.pending = 0
         self.skipped = True
-        self.state = BucketState.READY
 
     def leave_out(self, unused: Collection[int], least_bytes: int) -> None:
         """Leaves unused gradients out of this pass where that saves more than another message costs.
@@ -604,10 +497,7 @@ class Bucket:
     def mark_ready(self) -> bool:
         """Counts one more gradient as there; returns whether it was the last one missing."""
         self.pending -= 1
-        if self.pending:
-            return False
-        self.state = BucketState.READY
-        return True
+        return not self.pending
 
     def fill(self, unused: Collection[int]) -> list[str]:
         """Copies what is left of the gradients before the reduction; what is bad is sent as zeros.
@@ -650,13 +540,9 @@ class Bucket:
         for gradient, grad, view in (
             zip(copied, grads, views, strict=True) if one_by_one or copied[0].places else ()
         ):
-            try:
-                if one_by_one:
-                    gradient.copy(grad, view)
-                if gradient.handed_out is not None:
-                    gradient.hand_out()
-            except BadGradientError as error:  # noqa: PERF203
-                bad.append(str(error))
+            words = (gradient.copy(grad, view) if one_by_one else "") or gradient.hand_out()
+            if words:
+                bad.append(words)
         return bad
 
     def _reduced_in_place(self, gradient: Gradient, unused: Collection[int], bad: list[str]) -> torch.Tensor:
@@ -667,40 +553,37 @@ class Bucket:
             reduced = flat(grad)
         else:
             copied = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=gradient.device)
-            try:
-                if index in unused and (grad is None or index in self._zeroed):
-                    copied.zero_()
-                else:
-                    gradient.copy(grad, copied)
-            except BadGradientError as error:
+            if index in unused and (grad is None or index in self._zeroed):
                 copied.zero_()
-                bad.append(str(error))
+            elif words := gradient.copy(grad, copied):
+                copied.zero_()
+                bad.append(words)
             reduced = flat(copied)
         self._reduced[index] = reduced, copied
         return reduced
 
-    def fill_unused(self, gradient: Gradient, *, zeros_only: bool = False) -> None:
+    def fill_unused(self, gradient: Gradient, *, zeros_only: bool = False) -> str:
         """Contributes for an unused parameter: what was accumulated in ``.grad`` before, else zeros.
 
         Args:
             gradient: its gradient.
             zeros_only: whether it is zeros in any case.
 
-        Raises:
-            BadGradientError: what was accumulated cannot be averaged.
+        Returns:
+            What is bad, in words.
         """
         if zeros_only:
             self._zeroed.add(gradient.index)
         view = gradient.view
         if view is None:
-            return  # fill() makes a copy
+            return ""  # fill() makes a copy
         grad = gradient.parameter.grad
         if lies_at(grad, view):
             self._saved[gradient.index] = view.clone()
         if grad is None or zeros_only:
             view.zero_()
-        else:
-            gradient.copy(grad, view)
+            return ""
+        return gradient.copy(grad, view)
 
     def fill_with_zeros(self) -> None:
         """Makes the bucket one of zeros, which leaves every ``.grad`` alone."""
@@ -725,23 +608,19 @@ class Bucket:
 
     # ---- reduced -----------------------------------------------------------------------------------------
 
-    def mark_launched(self, work: Work | None = None, future: Future[torch.Tensor] | None = None) -> None:
-        """Takes note of what ends the reduction."""
-        self.work = work
-        self.future = future
-        self.state = BucketState.LAUNCHED
-
     def wait(self) -> None:
-        """Blocks until the averages are in the buffer.
+        """Blocks until the averages are in the buffer; the first time only.
 
         Raises:
             Exception: what the reduction or the communication hook failed with.
         """
+        if self.done:
+            return
+        self.done = True
         if self.work is not None:
             self.work.wait()
         elif self.future is not None:
             self._copy_result(self.future.wait())
-        self.state = BucketState.DONE
 
     def _copy_result(self, result: object) -> None:
         """Copies what a communication hook's future holds into the buffer."""
@@ -770,7 +649,7 @@ class Bucket:
         """Writes the averages to ``.grad``, but for those of unused parameters.
 
         Raises:
-            BadGradientError: a parameter has moved elsewhere since its gradient came.
+            RuntimeError: a parameter has moved elsewhere since its gradient came.
         """
         averages, grads, moved = [], [], []
         for gradient in self.gradients:
@@ -787,7 +666,7 @@ class Bucket:
                     continue
             elif handed_out is not None:
                 if grad is not handed_out or not handed_out.is_set_to(average):
-                    gradient.hand_out()
+                    _raise_bad(gradient.hand_out())
                 continue
             if grad is None:
                 parameter.grad = average.to(gradient.form.dtype, copy=True)
@@ -813,16 +692,16 @@ class Bucket:
             if index in self._saved and average is not None:
                 average.copy_(self._saved[index])
         elif gradient.handed_out is not None:
-            gradient.hand_out()
+            _raise_bad(gradient.hand_out())
         elif average is not None and parameter.grad is None:
             parameter.grad = average.to(gradient.form.dtype, copy=True)
         elif average is not None and parameter.grad is not None:
             parameter.grad.copy_(average)
 
-    def __repr__(self) -> str:
-        return (
-            f"<Bucket {self.index} {self.state.value}, {len(self.indices)} gradients, {self.pending} pending>"
-        )
+
+def _raise_bad(words: str) -> None:
+    if words:
+        raise RuntimeError(words)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -842,42 +721,21 @@ class Gradients(Sequence[Gradient]):
     Attributes:
         buckets: the buckets, in the order of their reduction; the last one has a tail.
         bucket_of: the bucket of each parameter.
-        limits: caps of the buckets in bytes.
         sparse: indices of the parameters with sparse gradients, which lie in no bucket.
 
     Args:
-        parameters: parameters that need gradients, by name.
-        limits: caps of the buckets in bytes, from :func:`bucket_limits`.
-        device: device of the tail where no gradient lies in a bucket.
+        settings: of the model.
         tail: number of elements of the last bucket's tail.
-        as_views: whether ``.grad`` becomes the place in the bucket.
-        batched: whether all gradients are copied, when their bucket is full.
-        sparse: indices of the parameters with sparse gradients.
-        reduce_dtype: data type that real floating gradients have in the buckets; ``None`` for their own.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        limits: Sequence[int],
-        *,
-        device: torch.device,
-        tail: int,
-        as_views: bool = False,
-        batched: bool = False,
-        sparse: Collection[int] = (),
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, tail: int) -> None:
         self._places: set[int] = set()
-        self._all = [Gradient(i, *item, self._places) for i, item in enumerate(parameters.items())]
-        self.limits = tuple(limits)
-        self.sparse = sorted(sparse)
-        self._device = device
+        self._all = [Gradient(i, *item, self._places) for i, item in enumerate(settings.parameters.items())]
+        self._settings = settings
         self._tail = tail
-        self._as_views = as_views
-        self._batched = batched
-        self._copies_all = as_views or batched
-        self._reduce_dtype = reduce_dtype
+        self._batched = settings.batched or launches(settings.group, settings.device)
+        self._copies_all = settings.as_views or self._batched
+        self.sparse = sorted(settings.sparse)
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self.rebuild_buckets(range(len(self._all) - 1, -1, -1))
@@ -914,16 +772,10 @@ class Gradients(Sequence[Gradient]):
         Returns:
             Whether that changed anything.
         """
-        dtypes = [self._dtype(gradient) for gradient in self._all]
-        plan = assign_buckets(
-            [
-                gradient.form.numel() * dtype.itemsize
-                for gradient, dtype in zip(self._all, dtypes, strict=True)
-            ],
-            [(gradient.device, dtype) for gradient, dtype in zip(self._all, dtypes, strict=True)],
-            self.limits,
-            [index for index in order if index not in self.sparse],
-        )
+        kinds = [(gradient.device, self._dtype(gradient)) for gradient in self._all]
+        sizes = [g.form.numel() * dtype.itemsize for g, (_, dtype) in zip(self._all, kinds, strict=True)]
+        order = [index for index in order if index not in self.sparse]
+        plan = assign_buckets(sizes, kinds, self._settings.limits, order)
         if self.buckets and plan == [bucket.indices for bucket in self.buckets]:
             return False
         self._make_buckets(plan)
@@ -932,7 +784,7 @@ class Gradients(Sequence[Gradient]):
     def _dtype(self, gradient: Gradient) -> torch.dtype:
         """Returns the data type of a gradient in its bucket."""
         dtype = gradient.form.dtype
-        return self._reduce_dtype if self._reduce_dtype is not None and dtype.is_floating_point else dtype
+        return (self._settings.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
     @torch.no_grad()
     def _make_buckets(self, plan: Sequence[Sequence[int]]) -> None:
@@ -958,7 +810,7 @@ class Gradients(Sequence[Gradient]):
                 place,
                 gradients,
                 dtype=self._dtype(gradients[0]) if gradients else torch.float32,
-                device=gradients[0].device if gradients else self._device,
+                device=gradients[0].device if gradients else self._settings.device,
                 in_place=in_place,
                 tail=self._tail if place >= last else 0,
             )
@@ -969,14 +821,13 @@ class Gradients(Sequence[Gradient]):
                 gradient.comes_early = index in early
                 if view is None:
                     continue
-                if self._as_views and view.dtype is gradient.form.dtype:
+                if self._settings.as_views and view.dtype is gradient.form.dtype:
                     gradient.handed_out = view.view_as(view)
                     if view.numel():
                         self._places.add(view.data_ptr())
                 if index in moving:  # an old bucket is free with the last gradient that leaves it
                     view.copy_(moving.pop(index))
-                    with contextlib.suppress(BadGradientError):  # the next pass tells
-                        gradient.hand_out()
+                    gradient.hand_out()  # what is bad, the next pass tells
 
     def leave_out(self, unused: frozenset[int], *, singly: bool) -> frozenset[int]:
         """Leaves unused gradients out of a pass: whole buckets, and where that pays single ones.

@@ -27,13 +27,13 @@ with the same one.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from collectives.core.host_copies import HostCopy
 from collectives.ddp.agreement import gather_records
 from collectives.ddp.default_group import default_group_or_none
 from collectives.ddp.errors import GradientSyncError
+from collectives.ddp.module.arguments import Settings
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import (
     OUT_OF_STEP,
@@ -57,8 +58,6 @@ from collectives.ddp.reducer.buckets import OrderTrace
 from collectives.ddp.reducer.unused import UnusedParameters
 from collectives.errors import UnsupportedOperationError
 from collectives.logs import Log
-
-__all__ = ["EndOfPass", "Recovery", "Signals"]
 
 _log = Log(__name__)
 
@@ -87,14 +86,14 @@ _RELAYOUT = 0
 _GOES_ON = 1
 """Raised by a rank whose host does not wait for the end of its passes."""
 
-_FIRST_GROUP = 2
 _MODULI = (4, 5, 7)
 """A number is signalled by its remainders: two that differ by less than the product differ in one."""
 
 _GROUPS = (*_MODULI, *_MODULI, 2)
 """Number of signals for each part of a :class:`Position`."""
 
-_FIRST_ERROR = _FIRST_GROUP + sum(_GROUPS)
+*_BEGINS, _FIRST_ERROR = accumulate(_GROUPS, initial=2)
+"""The first signal of each of these groups; behind them come those of errors."""
 
 
 @dataclass
@@ -119,10 +118,9 @@ class ReducedSignals:
 def _raised_by(position: Position) -> Iterator[int]:
     """Yields the places of the signals that stand for a position."""
     forwards, unsynced = [position.forwards] * len(_MODULI), [position.unsynced] * len(_MODULI)
-    place = _FIRST_GROUP
-    for width, value in zip(_GROUPS, (*forwards, *unsynced, position.repeated), strict=True):
-        yield place + int(value) % width
-        place += width
+    values = (*forwards, *unsynced, position.repeated)
+    for begin, width, value in zip(_BEGINS, _GROUPS, values, strict=True):
+        yield begin + int(value) % width
 
 
 class Signals:
@@ -175,29 +173,23 @@ class Signals:
             header[place] = 1.0
         if self._counted:
             header += [1.0] * self._counted if used is None else map(float, used)
-        from_host = tail.device.type == "cpu" or (self._counted > 0 and used is not None)
-        if captured:  # a graph must not read memory that is given back when other signals are kept
-            self._raise(tail, header)
-            return
         kept = self._on_device
-        if header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype):
+        kept_here = header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype)
+        if kept_here and not captured:
             tail.copy_(kept)
             return
-        if from_host:
+        if not captured and (tail.device.type == "cpu" or (self._counted > 0 and used is not None)):
             tail.copy_(torch.tensor(header, dtype=torch.float32))
-        else:
-            self._raise(tail, header)
-        self._on_device = tail.clone()  # passes mostly signal what they did before
-        self._written = header
-
-    def _raise(self, tail: torch.Tensor, header: Sequence[float]) -> None:
-        """Writes signals of a rank that uses all parameters, without a copy from the host."""
-        tail.zero_()
-        for place in range(self._first_used):
-            if header[place]:
-                tail[place].fill_(1.0)
-        if self._counted:
-            tail[self._first_used :].fill_(1.0)
+        else:  # all parameters are used, so that a few operations write all without a copy from the host
+            tail.zero_()
+            for place in range(self._first_used):
+                if header[place]:
+                    tail[place].fill_(1.0)
+            if self._counted:
+                tail[self._first_used :].fill_(1.0)
+        if not captured:  # a graph must not read memory that is given back when other signals are kept
+            self._on_device = tail.clone()  # passes mostly signal what they did before
+            self._written = header
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
         """Returns what the ranks signalled.
@@ -207,25 +199,17 @@ class Signals:
         """
         values = tail.tolist()
         used = values[self._first_used :]
-        out_of_step = False
-        place = _FIRST_GROUP
-        for width in _GROUPS:
-            out_of_step |= sum(value != 0 for value in values[place : place + width]) > 1
-            place += width
+        groups = (values[begin : begin + width] for begin, width in zip(_BEGINS, _GROUPS, strict=True))
         errors = values[_FIRST_ERROR : self._first_used]
         return ReducedSignals(
             errors=[rank for rank, value in enumerate(errors) if value != 0],
-            out_of_step=out_of_step,
+            out_of_step=any(sum(value != 0 for value in group) > 1 for group in groups),
             relayout=values[_RELAYOUT] != 0,
             all_wait=values[_GOES_ON] == 0,
             unused=frozenset(index for index, value in enumerate(used) if value == 0)
             if 0 in used
             else frozenset(),
         )
-
-    def local(self, used: Collection[int]) -> ReducedSignals:
-        """Returns the signals of this rank alone."""
-        return ReducedSignals(unused=frozenset(index for index, value in enumerate(used) if not value))
 
 
 # ---- reports -----------------------------------------------------------------------------------------------
@@ -237,40 +221,26 @@ class ReportExchange:
     Blocks only in :meth:`wait` and :meth:`error`.
 
     Args:
-        group: the ranks.
+        settings: of the model.
         report: this rank's report; an empty one where nothing went wrong.
-        device: device of tensors that the group takes.
     """
 
-    def __init__(self, group: ProcessGroup, report: ErrorReport, device: torch.device) -> None:
-        self._group = group
-        self._mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8).to(device)
-        self._all = torch.empty(group.size() * REPORT_BYTES, dtype=torch.uint8, device=device)
-        self._work = group.all_gather_single(self._all, self._mine)
+    def __init__(self, settings: Settings, report: ErrorReport) -> None:
+        group = settings.group
+        self._settings = settings
+        self._mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8).to(settings.device)
+        self._all = torch.empty(group.size(), REPORT_BYTES, dtype=torch.uint8, device=settings.device)
+        self.wait = group.all_gather_single(self._all, self._mine).wait
 
-    def wait(self) -> None:
-        """Blocks until the reports of all ranks are here."""
-        self._work.wait()
-
-    def error(self, model: str) -> GradientSyncError:
-        """Returns the error that every rank raises, made from the reports of all; blocks until they are here.
-
-        Args:
-            model: the model in words.
-        """
+    def error(self) -> GradientSyncError:
+        """Returns the error that every rank raises, from the reports of all; blocks until they are here."""
         self.wait()
-        rows = self._group.to_host(self._all).view(self._group.size(), REPORT_BYTES)
-        return _sync_error(self._group, model, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
+        rows = self._settings.group.to_host(self._all)
+        return _sync_error(self._settings, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
 
 
-def _sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) -> GradientSyncError:
-    """Returns the error for encoded reports of some ranks; empty ones are left out.
-
-    Args:
-        group: the ranks.
-        model: the model in words.
-        reports: encoded reports by rank.
-    """
+def _sync_error(settings: Settings, reports: Mapping[int, bytes]) -> GradientSyncError:
+    """Returns the error for encoded reports of some ranks; empty ones are left out."""
     reasons: dict[int, str] = {}
     advice: dict[str, None] = {}
     for rank, report in reports.items():
@@ -279,21 +249,20 @@ def _sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) -
             reasons[rank] = reason
             advice.update(dict.fromkeys(ways_out))
     head = (
-        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of this backward pass could "
-        f"not be averaged, because of rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}:"
+        f"{settings.where()}: the gradients of this backward pass could not be averaged, because of "
+        f"rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}:"
     )
     lines = [head, *(f"  rank {rank}: {reason}" for rank, reason in reasons.items()), *advice]
     return GradientSyncError("\n".join(lines), reasons)
 
 
 def _late_error(
-    group: ProcessGroup, model: str, which: str, ranks: Sequence[int], report: ErrorReport
+    settings: Settings, which: str, ranks: Sequence[int], report: ErrorReport
 ) -> GradientSyncError:
     """Returns the error of ranks that learn of one after the pass.
 
     Args:
-        group: the ranks.
-        model: the model in words.
+        settings: of the model.
         which: the pass in words.
         ranks: those that raised an error; none where the ranks were out of step.
         report: what this rank says of the pass.
@@ -302,11 +271,11 @@ def _late_error(
         reasons = dict.fromkeys(ranks, "it raised an error at the end of that pass, which tells more")
         why = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, where the error was raised"
     else:
-        reasons = {group.rank(): report.position}
+        reasons = {settings.group.rank(): report.position}
         why = f"ranks that were out of step: this rank {report.position}, and others did not. {OUT_OF_STEP}"
     return GradientSyncError(
-        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of {which} were not averaged, "
-        f"because of {why.removesuffix('.')}. What an optimizer made of them is wrong: load a checkpoint. "
+        f"{settings.where()}: the gradients of {which} were not averaged, because of "
+        f"{why.removesuffix('.')}. What an optimizer made of them is wrong: load a checkpoint. "
         "Over a group whose waits block the host (blocking_wait of nccl), every rank raises the whole error "
         "at the end of its backward pass.",
         reasons,
@@ -336,35 +305,32 @@ class EndOfPass:
 
     Attributes:
         is_local: whether nothing communicates, so that this rank reads its own signals only.
+        deferred: whether signals may be read before the next pass.
         progress: what this rank did since the last synchronised pass.
 
     Args:
+        settings: of the model.
         averager: averages over the ranks.
-        model: the model in words, for messages.
         unused: which parameters this rank uses.
         order: the order of their gradients.
-        device: device of tensors that the group takes.
-        deferred: whether signals may be read before the next pass.
-        explain: returns what to raise for an error after the last pass.
+        recovery: explains an error after the last pass.
     """
 
     def __init__(
         self,
+        settings: Settings,
         averager: Averager,
-        model: str,
         unused: UnusedParameters,
         order: OrderTrace,
-        device: torch.device,
-        deferred: bool,
-        explain: Callable[[DistError], DistError],
+        recovery: Recovery,
     ) -> None:
+        self._settings = settings
+        self._group = settings.group
         self._averager = averager
-        self._model = model
         self._unused = unused
         self._order = order
-        self._device = device
-        self._deferred = deferred
-        self._explain = explain
+        self._recovery = recovery
+        self.deferred = settings.group.is_stream_ordered(settings.device)
         self._late: deque[_LatePass] = deque()
         self._waits = False
         self._relayout = False
@@ -373,16 +339,14 @@ class EndOfPass:
         self.progress = Progress()
         self._tail: torch.Tensor | None = None  # where the buckets cannot carry the signals
         self._work: Work | None = None
-        self._abandoned: list[Work | ReportExchange] = []
         self._signals = self._new_signals()
-        if deferred:
-            averager.group.check_before_shutdown(self.check_last)
+        if self.deferred:
+            self._group.check_before_shutdown(self.check_last)
             _check_at_exit(self)
 
     def _new_signals(self) -> Signals:
         counted = self._unused.find_unused or self._unused.static
-        group = self._averager.group
-        own = (group.size(), group.rank()) if self._deferred else (1, 0)
+        own = (self._group.size(), self._group.rank()) if self.deferred else (1, 0)
         return Signals(len(self._unused.used) if counted else 0, *own)
 
     @property
@@ -398,7 +362,7 @@ class EndOfPass:
 
     def send_separately(self) -> None:
         """Sends the signals in a message of their own from now on, and not with the last bucket."""
-        self._tail = torch.zeros(self._signals.size, device=self._device)
+        self._tail = torch.zeros(self._signals.size, device=self._settings.device)
 
     # ---- what a pass does --------------------------------------------------------------------------------
 
@@ -408,10 +372,10 @@ class EndOfPass:
             tail,
             error=bool(current.report),
             relayout=self._order.requests_relayout,
-            waits=self._waits or not self._deferred,
+            waits=self._waits or not self.deferred,
             position=current.position(self.progress),
             used=self._unused.local_used_map(current.counts),
-            captured=self._averager.group.is_capturing(tail.device),
+            captured=self._group.is_capturing(tail.device),
         )
 
     def send_signals(self, current: BackwardPass) -> None:
@@ -425,7 +389,7 @@ class EndOfPass:
 
         Ranks that count what they use need to know at the end of the pass. Equal on all ranks.
         """
-        if not self._deferred:
+        if not self.deferred:
             return "the waits of its group block the host"
         if self._unused.find_unused:
             return "find_unused_parameters reads on the host, at the end of a pass, what no rank used"
@@ -450,7 +414,7 @@ class EndOfPass:
             reason = "sparse gradients have sizes that the host must know"
         if reason is not None:
             raise RuntimeError(
-                f"[rank {self._averager.group.rank()}] {self._model} cannot be captured into a CUDA graph: "
+                f"[rank {self._group.rank()}] {self._settings.model} cannot be captured into a CUDA graph: "
                 f"{reason}; run this pass without a graph"
             )
 
@@ -472,9 +436,10 @@ class EndOfPass:
                 on that one.
             DistError: the group broke, so that there are no averages.
         """
-        group, report = self._averager.group, current.report
+        group, report = self._group, current.report
         if self.is_local or tail is None:
-            signals = self._signals.local(self._unused.used if self._unused.is_reported else ())
+            used = self._unused.used if self._unused.is_reported else ()
+            signals = ReducedSignals(unused=frozenset(index for index, value in enumerate(used) if not value))
         else:
             if self._tail is not None and self._work is not None:
                 self._work.wait()
@@ -484,7 +449,7 @@ class EndOfPass:
                 if signals.out_of_step and not current.shadow:
                     report.position = str(current.position(self.progress))
                 if signals.errors or signals.out_of_step:
-                    error = ReportExchange(group, report, self._device).error(self._model)
+                    error = ReportExchange(self._settings, report).error()
                     raise error from report.cause
             else:  # a rank with an error raises that below, and has nothing to settle
                 signals = ReducedSignals()
@@ -492,7 +457,7 @@ class EndOfPass:
                     late = ErrorReport(position=str(current.position(self.progress)))
                     self._late.append(_LatePass(group.to_host_later(tail), self._signals.read, late))
         if report:  # only this rank knows: nothing communicates, or the signals are gone or deferred
-            raise _sync_error(group, self._model, {group.rank(): report.encode()}) from report.cause
+            raise _sync_error(self._settings, {group.rank(): report.encode()}) from report.cause
         return signals
 
     def settle(self, *, together: bool = False) -> bool:
@@ -515,7 +480,7 @@ class EndOfPass:
             GradientSyncError: something went wrong on a rank in an earlier pass.
             DistError: the group broke in it, so that there were no averages.
         """
-        if not self._late or self._averager.group.is_capturing(self._device):
+        if not self._late or self._group.is_capturing(self._settings.device):
             return False
         while self._late and (together or self._waits or self._late[0].copy.done()):
             ago = len(self._late)
@@ -531,7 +496,7 @@ class EndOfPass:
         self._waits, relayout, report = False, self._relayout, self._out_of_step
         self._relayout, self._out_of_step = False, None
         if report is not None:
-            raise ReportExchange(self._averager.group, report, self._device).error(self._model)
+            raise ReportExchange(self._settings, report).error()
         return relayout
 
     def _read_oldest(self, which: str) -> ReducedSignals:
@@ -543,7 +508,7 @@ class EndOfPass:
             self._late.clear()  # nothing was averaged in later ones, either
             raise
         if signals.errors:
-            raise _late_error(self._averager.group, self._model, which, signals.errors, late.report)
+            raise _late_error(self._settings, which, signals.errors, late.report)
         if signals.out_of_step:
             self._out_of_step = self._out_of_step or late.report
         self._relayout |= signals.relayout
@@ -562,11 +527,11 @@ class EndOfPass:
             while self._late:
                 self._read_oldest("one of the last backward passes")
         except DistError as error:
-            raise self._explain(error) from error.__cause__
+            raise self._recovery.explain_last(error) from error.__cause__
         if self._out_of_step is not None:
             report, self._out_of_step = self._out_of_step, None
             which = "one of the last backward passes"
-            raise _late_error(self._averager.group, self._model, which, (), report)
+            raise _late_error(self._settings, which, (), report)
 
     def check_at_exit(self, until: float) -> None:
         """Logs what went wrong in passes that no other followed; does not raise.
@@ -574,7 +539,7 @@ class EndOfPass:
         Args:
             until: when it no longer waits for these to end, on the monotonic clock.
         """
-        log = _log.of(self._averager.group)
+        log = _log.of(self._group)
         try:
             while self._late and not self._late[-1].copy.done():
                 if time.monotonic() >= until:
@@ -582,7 +547,7 @@ class EndOfPass:
                         "the process ends before the last backward pass of %s: its gradients were not "
                         "averaged, as far as this rank knows, and parameters that an optimizer made of them "
                         "are this rank's alone",
-                        self._model,
+                        self._settings.model,
                     )
                     return
                 time.sleep(_POLL_SECONDS)
@@ -595,26 +560,18 @@ class EndOfPass:
     def begin_anew(self) -> None:
         """Forgets what earlier passes left, after one that was broken off; all ranks do so."""
         self._late.clear()
-        self._abandoned.clear()
         self._waits = self._relayout = False
         self._out_of_step = self._work = None
         self.progress = Progress()
         self.send_separately()  # what is in flight may yet be written to the tail before
 
-    def abandon(self, current: BackwardPass) -> None:
-        """Sends signals and report of a pass that broke off here, without waiting."""
+    def abandon(self, current: BackwardPass) -> list[Work | ReportExchange]:
+        """Sends signals and report of a pass that broke off here, without waiting; returns what is to end."""
         self.send_signals(current)
-        if self._work is not None:
-            self._abandoned.append(self._work)
+        sent: list[Work | ReportExchange] = [] if self._work is None else [self._work]
         if not self.defers(current):
-            self._abandoned.append(ReportExchange(self._averager.group, current.report, self._device))
-
-    def wait_for_abandoned(self) -> None:
-        """Waits for what an abandoned pass has issued; its error was raised then."""
-        abandoned, self._abandoned = self._abandoned, []
-        for exchange in abandoned:
-            with contextlib.suppress(Exception):
-                exchange.wait()
+            sent.append(ReportExchange(self._settings, current.report))
+        return sent
 
 
 _deferring: weakref.WeakSet[EndOfPass] = weakref.WeakSet()
@@ -645,29 +602,23 @@ class Recovery:
     """Brings the ranks together after a pass of which a communication hook failed.
 
     Attributes:
+        hook: the hook that reduces, and its state.
         owed: this rank's report of a pass that it left early, where others wait to meet, or may.
         ended: number of synchronised passes that ended, well or not, or did not begin for an error.
         left_out: how many have to have ended before the next one may begin.
 
     Args:
-        group: the ranks.
-        model: the model in words, for messages.
-        device: device of tensors that the group takes.
+        settings: of the model.
     """
 
-    def __init__(self, group: ProcessGroup, model: str, device: torch.device) -> None:
-        self._group = group
-        self._model = model
-        self._device = device
-        self._hook: tuple[Any, Any] = None, None
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._group = settings.group
+        self.hook: tuple[Any, Any] = None, None
         self._failure: GroupAbortedError | None = None
         self.owed: ErrorReport | None = None
         self.ended = self.left_out = 0
         self._told = GradientSyncError()
-
-    def serve(self, hook: object, state: object) -> None:
-        """Takes note of the hook that reduces."""
-        self._hook = hook, state
 
     def hook_failed(self, why: str, error: BaseException, *, ending: bool) -> None:
         """Takes note that the hook of this rank failed; it is to leave the pass then, or to meet the others.
@@ -729,12 +680,12 @@ class Recovery:
             "pass": number,
             "passes": passes,
         }
-        records = gather_records(self._group, mine, self._device)
+        records = gather_records(self._group, mine, self._settings.device)
         by_rank = dict(zip(self._group.global_ranks, records, strict=True))
         for other in others:
             if all(other.group_name in by_rank[member]["groups"] for member in other.global_ranks):
                 other._renew()
-        if self._group.is_stream_ordered(self._device):
+        if self._group.is_stream_ordered(self._settings.device):
             self.left_out = max(record["pass"] for record in records)
             # Ranks that raised in later passes, or do not know of earlier errors yet, used what came of them.
             if len({record["pass"] for record in records}) > 1 or (
@@ -742,7 +693,7 @@ class Recovery:
             ):
                 report.advice.append(_USED)
         self._reset_hook(max(record["iter"] for record in records))
-        self._told = ReportExchange(self._group, report, self._device).error(self._model)
+        self._told = ReportExchange(self._settings, report).error()
         return self._told, min(record["passes"] for record in records)
 
     def owe(self, report: ErrorReport) -> None:
@@ -763,7 +714,7 @@ class Recovery:
             rank, report = cause.rank, ErrorReport(errors=[str(cause)])
             report.advice += [_USED] if 0 <= cause.sequence <= self.ended else []
         report.errors += [note] if note else []
-        return _sync_error(self._group, self._model, {rank: report.encode()})
+        return _sync_error(self._settings, {rank: report.encode()})
 
     def explain_last(self, error: DistError) -> DistError:
         """Returns what to raise for an error of passes after which the ranks do not meet again."""
@@ -796,14 +747,14 @@ class Recovery:
         """Returns the groups that hooks use: the model's, and others of its ranks that they name."""
         members = set(self._group.global_ranks)
         default = default_group_or_none()
-        found = [*_named_by(*self._hook), *([] if default is None else [default])]
+        found = [*_named_by(*self.hook), *([] if default is None else [default])]
         others = {group for group in found if members.issuperset(group.global_ranks)}
         others.discard(self._group)
         return [self._group, *sorted(others, key=lambda group: group.group_name)]
 
     def _cause(self) -> GroupAbortedError | None:
         """Returns what broke the first group that a hook's failure broke."""
-        for group in self._groups() if self._hook[0] is not None else ():
+        for group in self._groups() if self.hook[0] is not None else ():
             cause = group._first_cause()
             if isinstance(cause, GroupAbortedError) and cause.operation == _BROKEN_BY_HOOK:
                 return cause
@@ -811,14 +762,14 @@ class Recovery:
 
     def _iteration(self) -> int:
         """Returns what the hook's state counts, as those of torch's hooks and ours do."""
-        count = getattr(self._hook[1], "iter", None)
+        count = getattr(self.hook[1], "iter", None)
         return count if type(count) is int else 0
 
     def _reset_hook(self, iteration: int) -> None:
         """Lets the hook and its state begin anew what the ranks have in common."""
-        if type(getattr(self._hook[1], "iter", None)) is int:
-            self._hook[1].iter = iteration
-        for listener in self._hook:
+        if type(getattr(self.hook[1], "iter", None)) is int:
+            self.hook[1].iter = iteration
+        for listener in self.hook:
             tell = getattr(listener, "pass_failed", None)
             if callable(tell):
                 tell()

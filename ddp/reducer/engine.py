@@ -16,22 +16,6 @@ import torch
 
 from collectives.dynamo import Uncompiled
 
-__all__ = [
-    "COMPILED_ERROR",
-    "DIST_AUTOGRAD_ERROR",
-    "NO_TASK",
-    "GradientHooks",
-    "OutputHook",
-    "PassOwner",
-    "TaskGuard",
-    "accumulator",
-    "current_task",
-    "runs_backward",
-    "runs_compiled",
-    "runs_dist_backward",
-    "will_accumulate",
-]
-
 NO_TASK = -1
 """What :func:`current_task` returns outside of any task."""
 

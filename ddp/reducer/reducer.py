@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
-from collectives import ProcessGroup, Work
 from collectives.ddp.errors import GradientSyncError
+from collectives.ddp.logging_data import IterationClock, Mark
+from collectives.ddp.module.arguments import Settings
 from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.module.structure import Kinds
 from collectives.ddp.reducer import engine
-from collectives.ddp.reducer.averaging import Averager, DelayedGradients, SparseGradients, launches
+from collectives.ddp.reducer.averaging import Averager, DelayedGradients, SparseGradients
 from collectives.ddp.reducer.backward_pass import (
     CONVERTED,
     BackwardPass,
@@ -32,21 +33,16 @@ from collectives.ddp.reducer.backward_pass import (
     UnevenForward,
 )
 from collectives.ddp.reducer.buckets import (
-    BadGradientError,
     Bucket,
-    BucketState,
     GradBucket,
     Gradients,
     Hook,
     OrderTrace,
 )
 from collectives.ddp.reducer.end_of_pass import EndOfPass, Recovery
-from collectives.ddp.reducer.timing import IterationClock, Mark
 from collectives.ddp.reducer.unused import UnusedParameters
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
-
-__all__ = ["Reducer"]
 
 _WRAP_AGAIN = "wrap the module again after such a change"
 
@@ -83,94 +79,36 @@ class Reducer:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
 
     Args:
-        parameters: parameters that need gradients, by name.
-        group: the ranks.
-        device: device of the first parameter of the model.
-        model: the model in words, for messages.
-        limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
-        find_unused_parameters: as of DistributedDataParallel, and the three that follow.
-        gradient_as_bucket_view: see there.
-        static_graph: see there.
-        batched_grad_copy: see there.
-        skip_unused: whether buckets that no rank can fill are not sent.
-        sparse: names of the parameters with sparse gradients.
-        delayed: parameters by name that none of the other arguments apply to, and not among ``parameters``.
-        trigger: the parameter whose gradient they wait for.
-        frozen: parameters that need no gradient, by name.
-        reduce_dtype: data type that floating gradients are averaged in; ``None`` for their own.
+        settings: of the model.
         casts: what stands in for the parameters while forward and backward run.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        group: ProcessGroup,
-        *,
-        device: torch.device,
-        model: str,
-        limits: Sequence[int],
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        batched_grad_copy: bool = False,
-        skip_unused: bool = False,
-        sparse: Collection[str] = (),
-        delayed: Mapping[str, torch.nn.Parameter] | None = None,
-        trigger: torch.nn.Parameter | None = None,
-        frozen: Mapping[str, torch.nn.Parameter] | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        casts: CastParameters | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, casts: CastParameters | None) -> None:
+        parameters, group, device = settings.parameters, settings.group, settings.device
+        self._settings = settings
         self._group = group
-        self._model = model
-        self._frozen = dict(frozen or {})
+        self._frozen = dict(settings.frozen)
         self._casts = casts
-        self._device = device
         self._averager = Averager(group)
         for parameter in parameters.values():
-            real = parameter.is_floating_point() and reduce_dtype
+            real = parameter.is_floating_point() and settings.reduce_dtype
             self._averager.op_for(real or parameter.dtype, parameter.device)
         self._accumulators: dict[object, int] = {}
-        self.unused = UnusedParameters(
-            parameters,
-            group,
-            device,
-            find_unused=find_unused_parameters or skip_unused,
-            static=static_graph,
-            accumulators=self._accumulators if skip_unused else None,
-        )
+        self.unused = UnusedParameters(settings, self._accumulators)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
-        self.defers_errors = group.is_stream_ordered(device)
-        self._recovery = Recovery(group, model, device)
-        self._end = EndOfPass(
-            self._averager,
-            model,
-            self.unused,
-            self._order,
-            device,
-            self.defers_errors,
-            self._recovery.explain_last,
-        )
-        delayed = delayed or {}
-        self._kinds = Kinds({**parameters, **delayed})
-        self._delayed = DelayedGradients(list(delayed.values()), trigger, self._averager)
-        self.gradients = Gradients(
-            parameters,
-            limits,
-            device=device,
-            tail=self._end.tail_size,
-            as_views=gradient_as_bucket_view,
-            batched=batched_grad_copy or launches(group, device),
-            sparse=[index for index, name in enumerate(parameters) if name in sparse],
-            reduce_dtype=reduce_dtype,
-        )
+        self._recovery = Recovery(settings)
+        self._end = EndOfPass(settings, self._averager, self.unused, self._order, self._recovery)
+        self.defers_errors = self._end.deferred
+        self._kinds = Kinds({**parameters, **settings.delayed})
+        self._delayed = DelayedGradients(settings, self._averager)
+        self.gradients = Gradients(settings, self._end.tail_size)
         self.clock = IterationClock(device)
         rows = {index: self.gradients[index].parameter for index in self.gradients.sparse}
         self._sparse = SparseGradients(rows, self._averager, device) if rows else None
         self.hook: tuple[Hook, Any] | None = None
         self._is_local = False  # nothing communicates, because the hook does not
         self._next = 0  # bucket to launch
-        self._abandoned: list[Work | Future[Any]] = []  # issued, with a result that nobody wants
+        self._abandoned: list[Any] = []  # issued, with a result that nobody wants; to be waited for
         self._left: list[tuple[Future[Any], torch.Tensor]] = []  # which a hook may yet write
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
@@ -190,7 +128,8 @@ class Reducer:
         hooked = [*enumerate(self.gradients.parameters)]
         hooked += [(~place, parameter) for place, parameter in enumerate(self._delayed.hooked)]
         self._hooks = engine.GradientHooks((p, _weak_hook(self.autograd_hook, index)) for index, p in hooked)
-        self._known = set(map(id, (*parameters.values(), *delayed.values(), *self._frozen.values())))
+        known = (*parameters.values(), *settings.delayed.values(), *self._frozen.values())
+        self._known = set(map(id, known))
         self._strangers = engine.GradientHooks([])
 
     # ---- what the module calls ---------------------------------------------------------------------------
@@ -225,7 +164,7 @@ class Reducer:
         self._is_local = self._end.is_local = self.unused.is_local = is_local
         self.gradients.copy_all()
         if not is_local:
-            self._recovery.serve(hook, state)
+            self._recovery.hook = hook, state
             self._end.send_separately()
 
     def set_static_graph(self) -> None:
@@ -241,7 +180,7 @@ class Reducer:
             sync: whether gradients are averaged; ``False`` under ``no_sync``.
         """
         if sync:
-            captured = self._group.is_capturing(self._device)
+            captured = self._group.is_capturing(self._settings.device)
             if captured:
                 self._end.check_capture(joining=self._uneven is not None, sparse=bool(self.gradients.sparse))
                 self._was_captured = True
@@ -270,7 +209,7 @@ class Reducer:
             self._must_rebuild = False
             group = None if self._is_local else self._group
             before = self.gradients.layouts()
-            changed = self.gradients.rebuild_buckets(self._order.agree(group, self._device))
+            changed = self.gradients.rebuild_buckets(self._order.agree(group, self._settings.device))
             self.has_rebuilt_buckets = True
             for listener in self.hook[::-1] if changed and self.hook is not None else ():
                 tell = getattr(listener, "buckets_rebuilt", None)
@@ -481,7 +420,9 @@ class Reducer:
         if task not in self._open_tasks:
             begins = not self._open_tasks
             if engine.runs_compiled():
-                raise RuntimeError(f"[rank {self._group.rank()}] {self._model}: {engine.COMPILED_ERROR}")
+                raise RuntimeError(
+                    f"[rank {self._group.rank()}] {self._settings.model}: {engine.COMPILED_ERROR}"
+                )
             engine.TaskGuard(self, task)
             self._open_tasks.add(task)
             self._pass.nested = not begins
@@ -532,7 +473,10 @@ class Reducer:
 
     def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
-        current.abandon()
+        current.abandoned = True
+        current.report.errors.append(
+            "its backward pass was broken off by an exception, which is raised there"
+        )
         communicates = current.sync and not self._is_local
         if communicates:
             for bucket in self.gradients.buckets:
@@ -546,7 +490,7 @@ class Reducer:
             ]
         self._delayed.launch(zeros=True)
         if communicates:
-            self._end.abandon(current)
+            self._abandoned += self._end.abandon(current)
 
     def _settle(self, *, together: bool = False) -> None:
         """Raises what went wrong on other ranks in earlier passes, where that is deferred."""
@@ -570,7 +514,6 @@ class Reducer:
         for handle in abandoned:
             with contextlib.suppress(Exception):
                 handle.wait()
-        self._end.wait_for_abandoned()
         owed, self._recovery.owed = self._recovery.owed, None
         if owed is not None and self._recovery.is_broken_off():
             self._meet(owed, after=True)
@@ -606,11 +549,8 @@ class Reducer:
     def _mark_ready(self, current: BackwardPass, index: int) -> None:
         """Takes a gradient to which nothing will be added; launches the buckets that are full by it."""
         gradient = self.gradients[index]
-        if gradient.comes_early:
-            try:
-                gradient.copy_early()
-            except BadGradientError as error:
-                current.report.errors.append(str(error))
+        if gradient.comes_early and (bad := gradient.copy_early()):
+            current.report.errors.append(bad)
         if self._count(index) and not current.ending:
             self._launch_ready(current)
 
@@ -620,10 +560,8 @@ class Reducer:
             current.unused.add(index)
             if index in self.gradients.bucket_of:
                 bucket, gradient = self.gradients.bucket_of[index], self.gradients[index]
-                try:
-                    bucket.fill_unused(gradient, zeros_only=current.zeros_only)
-                except BadGradientError as error:
-                    current.report.errors.append(str(error))
+                bad = bucket.fill_unused(gradient, zeros_only=current.zeros_only)
+                current.report.errors += [bad] if bad else []
             self._count(index)
 
     def _count(self, index: int) -> bool:
@@ -683,7 +621,7 @@ class Reducer:
                     if bucket.tail is not None:
                         self._end.write_signals(current, bucket.tail)
                     tensors = bucket.tensors()
-                    bucket.mark_launched(work=self._averager.start(tensors) if tensors else None)
+                    bucket.work = self._averager.start(tensors) if tensors else None
                 elif bucket.indices and not bucket.skipped:
                     self._run_hook(current, *self.hook, bucket)
             except BaseException:
@@ -696,18 +634,17 @@ class Reducer:
         last = not any(other.indices and not other.skipped for other in later)
         try:
             future: Any = hook(state, GradBucket(bucket, last=last))
-            if not _is_future(future):
+            if not issubclass(type(future), torch._C.Future):
                 raise TypeError(
                     "the communication hook must return a torch.futures.Future of a tensor, but returned "
                     f"a value of type {type(future).__name__} for bucket {bucket.index}"
                 )
         except BaseException as error:
-            bucket.mark_launched()
             self._hook_failed(current, bucket, error)
             if not isinstance(error, Exception):
                 raise
         else:
-            bucket.mark_launched(future=future)
+            bucket.future = future
 
     def _hook_failed(self, current: BackwardPass, bucket: Bucket, error: BaseException) -> None:
         """Reports a failure of the hook, unless it comes of another rank's; the pass is to be left.
@@ -790,7 +727,7 @@ class Reducer:
             self._order.note(current.ready_order)
         self.passes += 1
         if timed:
-            self.clock.log(self._group, f"{self._model}, iteration {self.passes}")
+            self.clock.log(self._group, f"{self._settings.model}, iteration {self.passes}")
 
     def _wait_for_hook(self, current: BackwardPass) -> None:
         """Waits for what the communication hook returned, where there is one, and reports what is wrong.
@@ -807,7 +744,6 @@ class Reducer:
                 self._hook_failed(current, bucket, error)
                 if not isinstance(error, Exception):
                     raise
-            bucket.state = BucketState.DONE
 
     def _finalize(self, current: BackwardPass) -> None:
         """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
@@ -821,8 +757,7 @@ class Reducer:
             self._sparse.exchange()
         for bucket in self.gradients.buckets:
             try:
-                if bucket.state is not BucketState.DONE:
-                    bucket.wait()
+                bucket.wait()
                 divisor = self._averager.divisor
                 if bucket.future is not None and divisor is not None and not self._is_local:
                     bucket.buffer.mul_(self._group.size() / divisor)  # of the hook's mean over all ranks
@@ -847,10 +782,6 @@ class Reducer:
         self._left += [(b.future, b.flat) for b in self.gradients.buckets if b.future is not None]
         self._left = [(future, flat) for future, flat in self._left if not _is_done(future)]
         self.gradients.copy_all()
-
-
-def _is_future(value: object) -> bool:
-    return isinstance(value, torch._C.Future)
 
 
 def _is_done(future: Future[Any]) -> bool:

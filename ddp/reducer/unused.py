@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from collectives.ddp.module.arguments import Settings
 from collectives.ddp.reducer.backward_pass import (
     CHANGED,
     MISSING,
@@ -23,8 +24,6 @@ from collectives.ddp.reducer.backward_pass import (
     ErrorReport,
     Forward,
 )
-
-__all__ = ["UnusedParameters"]
 
 _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 
@@ -70,7 +69,7 @@ class _SearchResult:
     def __init__(self, group: ProcessGroup, mine: Sequence[bool], device: torch.device) -> None:
         self.mine = mine
         self._group = group
-        self._sums = torch.tensor([int(value) for value in mine], dtype=torch.int32, device=device)
+        self._sums = torch.tensor(mine, dtype=torch.int32, device=device)
         self._work: Work | None = group.allreduce([self._sums], _SUM)
         self._on_any_rank: list[bool] = []
 
@@ -99,43 +98,29 @@ class UnusedParameters:
         is_local: whether nothing communicates, so that nothing is skipped.
 
     Args:
-        parameters: the parameters by name.
-        group: the ranks.
-        device: device of tensors that the group takes.
-        find_unused: see above.
-        static: see above.
-        accumulators: indices of the parameters by the nodes that accumulate their gradients, where buckets
-            are skipped that no rank can reach; ``None`` where not.
+        settings: of the model.
+        accumulators: indices of the parameters by the nodes that accumulate their gradients.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        group: ProcessGroup,
-        device: torch.device,
-        *,
-        find_unused: bool,
-        static: bool,
-        accumulators: Mapping[Any, int] | None = None,
-    ) -> None:
-        self._group = group
-        self._device = device
+    def __init__(self, settings: Settings, accumulators: Mapping[Any, int]) -> None:
+        self._settings = settings
         self._accumulators = accumulators
         self.is_local = False
         self._pending: list[Forward] = []  # without a synchronised pass over them
         self._results: weakref.WeakKeyDictionary[Forward, _SearchResult] = weakref.WeakKeyDictionary()
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())
+        self._names = list(settings.parameters)
         count = len(self._names)
-        self.find_unused = find_unused
-        self.static = static
-        self.expected: list[int] | None = None if static else [1] * count
+        self.find_unused = settings.find_unused or settings.skip_unused
+        self.static = False
+        self.expected: list[int] | None = [1] * count
         self.used = [0] * count
         self.counts: list[int] = []
         self.is_constant = True
         self._unused_here: list[int] = []  # of a static graph
         self._unused_everywhere: Collection[int] = ()  # of a static graph
-        self._is_settled = not static  # whether the ranks have told each other those
+        self._is_settled = True  # whether the ranks have told each other those
+        if settings.static:
+            self.set_static()
 
     def set_static(self) -> None:
         """Promises from now on that all passes use the parameters alike."""
@@ -146,7 +131,7 @@ class UnusedParameters:
     @property
     def searches_graph(self) -> bool:
         """Whether graphs are searched for what no rank can reach."""
-        return self._accumulators is not None and not self.static and not self.is_local
+        return self._settings.skip_unused and not self.static and not self.is_local
 
     @property
     def is_reported(self) -> bool:
@@ -158,7 +143,7 @@ class UnusedParameters:
         """Size of the gradients that did not come on this rank in the last synchronised pass."""
         return sum(
             parameter.numel() * parameter.element_size()
-            for parameter, count in zip(self._parameters, self.counts, strict=False)
+            for parameter, count in zip(self._settings.parameters.values(), self.counts, strict=False)
             if not count
         )
 
@@ -172,11 +157,11 @@ class UnusedParameters:
         Returns:
             Whether it did.
         """
-        if self._accumulators is None or not self.searches_graph:
+        if not self.searches_graph:
             return False
         reached = _reachable_parameters(outputs, self._accumulators)
         mine = [bool(before) or index in reached for index, before in enumerate(self.used)]
-        self._results[forward] = _SearchResult(self._group, mine, self._device)
+        self._results[forward] = _SearchResult(self._settings.group, mine, self._settings.device)
         self._pending.append(forward)
         return True
 
@@ -188,7 +173,7 @@ class UnusedParameters:
         Args:
             forwards: those that the pass is known to belong to.
         """
-        if self._accumulators is None:
+        if not self._settings.skip_unused:
             return frozenset(), self._unused_here
         if not self.searches_graph:
             return frozenset(self._unused_everywhere), self._unused_here
@@ -249,8 +234,7 @@ class UnusedParameters:
         for name, count in zip(self._names, counts, strict=True):
             if not count:
                 report.blame(MISSING, name)
-        parameters = zip(self._names, self._parameters, strict=True)
-        names = [name for name, parameter in parameters if not parameter.requires_grad]
+        names = [name for name, p in self._settings.parameters.items() if not p.requires_grad]
         if names:
             report.errors.append(
                 f"{', '.join(names)} needed a gradient when the module was wrapped, but need none now"

@@ -12,7 +12,7 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.reducer.timing import STATISTICS_LEVEL
+from collectives.ddp.logging_data import STATISTICS_LEVEL
 
 
 def facts(group):

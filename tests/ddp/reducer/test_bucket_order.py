@@ -29,12 +29,12 @@ def test_a_rank_requests_another_order_when_it_has_held_and_ever_less_readily() 
 
     trace.note([2, 1, 0])
     assert not trace.requests_relayout
-    trace.mark_agreed()
+    trace.agree(None, torch.device("cpu"))
     assert passes_until_request([2, 1, 0]) is None
     assert passes_until_request([0, 1, 2], [1, 0, 2]) is None
     assert passes_until_request([0, 1, 2]) == 3
     assert trace.latest == [0, 1, 2]
-    trace.mark_agreed()
+    trace.agree(None, torch.device("cpu"))
     assert not trace.requests_relayout
     assert passes_until_request([2, 1, 0]) == 6
 

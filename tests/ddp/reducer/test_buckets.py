@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from collectives.ddp import GradBucket
-from collectives.ddp.reducer.buckets import Bucket, BucketState, Gradient, assign_buckets, bucket_limits
+from collectives.ddp.module.arguments import bucket_limits
+from collectives.ddp.reducer.buckets import Bucket, Gradient, assign_buckets
 
 MIB = 1024 * 1024
 
@@ -96,18 +97,11 @@ def parameters():
     ]
 
 
-def gradients_of(parameters):
-    return [Gradient(index, "abcde"[index], parameter) for index, parameter in enumerate(parameters)]
-
-
 def bucket_of(index, parameters, **options):
-    return Bucket(
-        index,
-        gradients_of(parameters),
-        dtype=parameters[0].dtype,
-        device=torch.device("cpu"),
-        **options,
-    )
+    gradients = [
+        Gradient(place, "abcde"[place], parameter, set()) for place, parameter in enumerate(parameters)
+    ]
+    return Bucket(index, gradients, dtype=parameters[0].dtype, device=torch.device("cpu"), **options)
 
 
 def views_of(bucket):
@@ -146,21 +140,18 @@ def test_complex_gradients_travel_as_pairs() -> None:
     assert bucket.flat.tolist() == [2.0, 3.0] * 3 + [0.0]
 
 
-def test_states() -> None:
+def test_a_bucket_is_full_once_and_waited_for_once() -> None:
     bucket = bucket_of(0, parameters())
-    assert [bucket.mark_ready() for _ in range(4)] == [False] * 4
-    assert bucket.state is BucketState.FILLING
-    assert bucket.mark_ready()
-    assert bucket.state is BucketState.READY
-    future = torch.futures.Future()
-    future.set_result([torch.full_like(bucket.buffer, 2)])
-    bucket.mark_launched(future=future)
-    assert bucket.state is BucketState.LAUNCHED
+    assert [bucket.mark_ready() for _ in range(5)] == [False] * 4 + [True]
+    bucket.future = torch.futures.Future()
+    bucket.future.set_result([torch.full_like(bucket.buffer, 2)])
     bucket.wait()
-    assert bucket.state is BucketState.DONE
     assert views_of(bucket)[0].unique().tolist() == [2.0]
+    bucket.buffer.zero_()
+    bucket.wait()
+    assert not bucket.buffer.any()
     bucket.reset()
-    assert (bucket.state, bucket.pending) == (BucketState.FILLING, 5)
+    assert (bucket.done, bucket.pending) == (False, 5)
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,15 @@ class Transfers(TorchDispatchMode):
         return result
 
 
+PLAIN: dict[str, Any] = {
+    "error": False, "relayout": False, "waits": False, "position": Position(1), "used": None,
+}  # fmt: skip
+
+
 def transfers(signals: Signals, tail: torch.Tensor, **about: Any) -> int:
     """Returns how often writing signals waits for the device."""
-    given = {
-        "error": False,
-        "relayout": False,
-        "waits": False,
-        "position": Position(1),
-        "used": None,
-        **about,
-    }
     with Transfers() as seen:
-        signals.write(tail, **given)
+        signals.write(tail, **{**PLAIN, **about})
     return seen.count
 
 
@@ -62,8 +59,7 @@ def test_what_is_captured_reads_no_memory_of_the_signals() -> None:
     """Which is given back when others are kept, while the graph goes on."""
     signals = Signals(2)
     tail = torch.zeros(signals.size)
-    about: dict[str, Any] = {"error": False, "relayout": False, "waits": False, "used": None}
-    signals.write(tail, position=Position(1), **about)
+    signals.write(tail, **PLAIN)
 
     class Sources(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +69,7 @@ def test_what_is_captured_reads_no_memory_of_the_signals() -> None:
     sources: list[torch.Tensor] = []
     kept = tail.clone()
     with Sources():
-        signals.write(tail.zero_(), position=Position(1), captured=True, **about)
+        signals.write(tail.zero_(), captured=True, **PLAIN)
     assert torch.equal(tail, kept)
     assert sources == []
 
@@ -84,31 +80,24 @@ def test_what_is_written_is_read() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tail = tail.to(dtype)
         for _ in range(2):
-            signals.write(tail, error=False, relayout=True, waits=False, position=Position(1), used=[1, 0, 1])
+            signals.write(tail, **{**PLAIN, "relayout": True, "used": [1, 0, 1]})
             told = signals.read(tail)
             assert (told.errors, told.out_of_step, told.relayout, told.unused) == ([], False, True, {1})
             tail.zero_()
-        signals.write(tail, error=True, relayout=False, waits=False, position=None, used=None)
+        signals.write(tail, **{**PLAIN, "error": True, "position": None})
         told = signals.read(tail)
         assert (told.errors, told.relayout, told.unused) == ([0], False, frozenset())
     one, other = torch.zeros(2, signals.size)
-    signals.write(one, error=False, relayout=False, waits=False, position=Position(1), used=None)
-    signals.write(other, error=False, relayout=False, waits=False, position=Position(2), used=None)
+    signals.write(one, **PLAIN)
+    signals.write(other, **{**PLAIN, "position": Position(2)})
     assert not signals.read(one).out_of_step
     assert signals.read((one + other) / 2).out_of_step
-
-
-def test_signals_of_one_rank_tell_what_it_did_not_use() -> None:
-    told = Signals(3).local([1, 0, 1])
-    assert (told.errors, told.out_of_step, told.relayout, told.unused) == ((), False, False, {1})
 
 
 def test_each_rank_may_have_a_signal_for_its_errors() -> None:
     ranks = [Signals(0, 3, rank) for rank in range(3)]
     tails = torch.zeros(3, ranks[0].size)
     for rank, signals in enumerate(ranks):
-        signals.write(
-            tails[rank], error=rank > 0, relayout=False, waits=False, position=Position(1), used=None
-        )
+        signals.write(tails[rank], **{**PLAIN, "error": rank > 0})
     assert ranks[0].read(tails.mean(0)).errors == [1, 2]
     assert ranks[0].read(tails[0]).errors == []
