@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from collectives import ProcessGroup
+from collectives import GatherOptions, ProcessGroup
 from collectives.ddp.errors import ModelMismatchError
-
-__all__ = ["describe_model", "gather_records", "tensor_in_words", "verify_agreement"]
 
 Row = tuple[str, str]
 """Something that must be equal on all ranks: its name and its description."""
@@ -50,8 +48,6 @@ def tensor_in_words(tensor: torch.Tensor) -> str:
 def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.device, model: str) -> None:
     """Checks that all ranks describe the same model; called by all of them. Blocks.
 
-    One exchange of 16 bytes where they agree; where not, others tell all ranks what differs.
-
     Args:
         group: the ranks.
         rows: this rank's description, from :func:`describe_model`.
@@ -61,6 +57,24 @@ def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.dev
     Raises:
         ModelMismatchError: ranks differ; raised on all of them, naming the parameters and the ranks.
     """
+    lines = differences(group, rows, device)
+    if lines:
+        head = f"[rank {group.rank()}] {model} over {group.describe()}: ranks do not agree on the model:"
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise ModelMismatchError("\n".join([head, *lines[:_SHOWN], *more]))
+
+
+def differences(group: ProcessGroup, rows: Sequence[Row], device: torch.device) -> list[str]:
+    """Returns a line for each thing that some ranks describe differently, lack, or have at another place.
+
+    Called by all of them; blocks. One exchange of 16 bytes where they agree; where not, others tell all ranks
+    what differs.
+
+    Args:
+        group: the ranks.
+        rows: this rank's description.
+        device: device of tensors that the group takes.
+    """
     text = json.dumps(rows).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     mine = torch.tensor([len(text), digest], dtype=torch.int64, device=device)
@@ -68,49 +82,25 @@ def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.dev
     group.all_gather_single(everyone, mine).wait()
     digests = group.to_host(everyone).view(-1, 2)
     if bool((digests == digests[0]).all()):
-        return
-    models = [
-        [(name, words) for name, words in json.loads(rank)] for rank in _gather_texts(group, text, device)
-    ]
-    lines = _differences(models)
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise ModelMismatchError(
-        "\n".join(
-            [
-                f"[rank {group.rank()}] {model} over {group.describe()}: ranks do not agree on the model:",
-                *lines[:_SHOWN],
-                *more,
-            ]
-        )
-    )
-
-
-def _differences(models: Sequence[Sequence[Row]]) -> list[str]:
-    """Returns a line for each name that some ranks describe differently, lack, or have at another place."""
+        return []
+    models = [json.loads(rank) for rank in gather_bytes(group, text, device)]
     tables = [dict(rows) for rows in models]
-    names = list(dict.fromkeys(name for table in tables for name in table))
     lines = []
-    for name in names:
-        by_words: dict[str, list[int]] = {}
-        for rank, table in enumerate(tables):
-            by_words.setdefault(table.get(name, "absent"), []).append(rank)
-        if len(by_words) > 1:
-            lines.append(f"  {name}: {_by_rank(by_words)}")
+    for name in dict.fromkeys(name for table in tables for name in table):
+        lines += _line(name, [table.get(name, "absent") for table in tables])
     if not lines:
-        for place, rows in enumerate(zip(*models, strict=True)):
-            by_words = {}
-            for rank, row in enumerate(rows):
-                by_words.setdefault(row[0], []).append(rank)
-            if len(by_words) > 1:
-                lines.append(f"  place {place} in the order of registration: {_by_rank(by_words)}")
+        for place, there in enumerate(zip(*models, strict=True)):
+            lines += _line(f"place {place} in the order of registration", [name for name, _ in there])
     return lines
 
 
-def _by_rank(by_words: Mapping[str, Sequence[int]]) -> str:
-    return "; ".join(
-        f"{words} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for words, ranks in by_words.items()
-    )
+def _line(what: str, words_of: Sequence[str]) -> list[str]:
+    """Returns a line on something that ranks describe in different words, and none where they do not."""
+    ranks: dict[str, list[str]] = {}
+    for rank, words in enumerate(words_of):
+        ranks.setdefault(words, []).append(str(rank))
+    parts = [f"{words} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for words, on in ranks.items()]
+    return [f"  {what}: {'; '.join(parts)}"] if len(parts) > 1 else []
 
 
 def gather_records(group: ProcessGroup, record: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
@@ -121,17 +111,29 @@ def gather_records(group: ProcessGroup, record: dict[str, Any], device: torch.de
         record: this rank's, of values that JSON has; the same names on all ranks.
         device: device of tensors that the group takes.
     """
-    return [json.loads(text) for text in _gather_texts(group, json.dumps(record).encode(), device)]
+    return [json.loads(text) for text in gather_bytes(group, json.dumps(record).encode(), device)]
 
 
-def _gather_texts(group: ProcessGroup, text: bytes, device: torch.device) -> list[bytes]:
-    """Returns the texts of all ranks, padded by blanks."""
+def gather_bytes(
+    group: ProcessGroup, mine: bytes, device: torch.device, to: int | None = None
+) -> list[bytes]:
+    """Returns what all ranks have, by rank; called by all of them, blocks.
 
-    def gather(mine: torch.Tensor) -> torch.Tensor:
-        everyone = mine.new_empty(group.size() * mine.numel(), device=device)
-        group.all_gather_single(everyone, mine.to(device)).wait()
-        return group.to_host(everyone).view(group.size(), -1)
-
-    longest = int(gather(torch.tensor([len(text)])).max())
-    rows = gather(torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
-    return [row.numpy().tobytes() for row in rows]
+    Args:
+        group: the ranks.
+        mine: what this one has, of any length.
+        device: device of tensors that the group takes.
+        to: rank that gets all, while others get nothing; ``None`` for all ranks.
+    """
+    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
+    group.all_gather_single(lengths, torch.tensor([len(mine)], device=device)).wait()
+    counts = group.to_host(lengths).tolist()
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    everyone = padded.new_empty(group.size() if to in {None, group.rank()} else 0, padded.numel())
+    if to is None:
+        group.all_gather_single(everyone, padded).wait()
+    else:
+        group.gather(list(everyone), [padded], GatherOptions(rootRank=to)).wait()
+    rows = zip(everyone, counts, strict=False)
+    return [group.to_host(row)[:count].numpy().tobytes() for row, count in rows]

@@ -17,7 +17,7 @@ from torch import nn
 import collectives
 from collectives.bench.models import MODELS
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.model_averaging.utils import average_parameters
+from collectives.ddp.model_averaging import average_parameters
 
 CLASSES = 1000
 """Labels of a random sample, as many as those of ImageNet."""

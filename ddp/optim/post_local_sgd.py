@@ -8,10 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collectives.ddp.model_averaging.averagers import ModelAverager
+from collectives.ddp.model_averaging import ModelAverager
 from collectives.dynamo import Uncompiled
-
-__all__ = ["PostLocalSGDOptimizer"]
 
 
 def _of_the_wrapped(name: str) -> Callable[..., Any]:

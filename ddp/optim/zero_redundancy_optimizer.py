@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collectives import GatherOptions, ProcessGroup
-from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives import ProcessGroup
+from collectives.ddp.agreement import describe_model, gather_bytes, verify_agreement
 from collectives.ddp.broadcast import CoalescedBroadcast
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.join import Join, Joinable, JoinHook
-from collectives.ddp.reducer.buckets import layout
-
-__all__ = ["ZeroRedundancyOptimizer"]
+from collectives.ddp.reducer.buckets import flat_by_kind
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -173,9 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _own_part(self, group: Group) -> Group:
         """Returns a parameter group of what this rank owns of another one."""
         rank = self.process_group.rank()
-        part = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-        part["params"] = [parameter for parameter in group["params"] if self._owners[parameter] == rank]
-        return part
+        return {**_options(group), "params": [p for p in group["params"] if self._owners[p] == rank]}
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """Returns the rank, within the group, that updates a parameter; ``None`` where none does.
@@ -236,17 +232,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._global_state = None
         self._messages = None
 
-    # ---- options of the groups ---------------------------------------------------------------------------
-
     def _give_options(self) -> None:
         """Gives the inner optimizer the options that the user, or a scheduler, has set."""
-        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(group, own)
+        _copy_options(self.param_groups, self.optim.param_groups)
 
     def _take_options(self) -> None:
         """Takes over options that the inner optimizer has set."""
-        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
-            _copy_options(own, group)
+        _copy_options(self.optim.param_groups, self.param_groups)
 
     # ---- step --------------------------------------------------------------------------------------------
 
@@ -298,21 +290,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.send_parameters()
         return result
 
-    def send_parameters(self) -> None:
-        """Gives all ranks the parameters of their owners; called by all of them. Blocks. For hooks."""
-        _send(self._current_messages())
-
     @torch.no_grad()
-    def _current_messages(self) -> Sequence[CoalescedBroadcast]:
-        """Returns a message of each rank's parameters, wherever these lie by now."""
-        trained = self._trainable()
+    def send_parameters(self) -> None:
+        """Gives all ranks the parameters of their owners, wherever these lie by now; for hooks.
+
+        Called by all of them. Blocks.
+        """
+        trained = [parameter.requires_grad for parameter in self._parameters()]
         for flattened in self._flattened:
             if not flattened.put_back():
                 self._messages = None
         if self._messages is None or trained != self._trained:
             self._messages = self._make_messages()
             self._trained = trained
-        return self._messages
+        for message in self._messages:
+            message.start()
+        for message in self._messages:
+            message.finish()
 
     def _check_owners(self) -> None:
         """Checks that no parameter has come into the groups by itself, which no rank would update.
@@ -332,9 +326,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             f"[rank {self.process_group.rank()}] parameter {index} of group {place} is another one than was "
             "dealt out to the ranks; add parameters by add_param_group(), or make the optimizer again"
         )
-
-    def _trainable(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters()]
 
     def _make_messages(self) -> list[CoalescedBroadcast]:
         messages = []
@@ -395,11 +386,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         places = {parameter: place for place, parameter in enumerate(self._parameters())}
         shard = {places[parameter]: state for parameter, state in self.state.items()}
-        shards = _gather_shards(self.process_group, shard, to, self._device)
-        self._global_state = None
-        if shards is not None:
-            merged = {place: state for part in shards for place, state in part.items()}
-            self._global_state = dict(sorted(merged.items()))
+        file = io.BytesIO()
+        torch.save(_on_cpu(shard), file)
+        merged: dict[int, Any] = {}
+        for saved in gather_bytes(self.process_group, file.getvalue(), self._device, to):
+            merged |= torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        self._global_state = dict(sorted(merged.items())) if self.process_group.rank() == to else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the last consolidated state of all parameters, in the form of the wrapped optimizer's.
@@ -488,14 +480,6 @@ class _StepHook(JoinHook):
             self._optimizer._step()
 
 
-@torch.no_grad()
-def _send(messages: Sequence[CoalescedBroadcast]) -> None:
-    for message in messages:
-        message.start()
-    for message in messages:
-        message.finish()
-
-
 def _check_class(optimizer_class: object) -> None:
     """Checks that an optimizer can be dealt out.
 
@@ -509,10 +493,14 @@ def _check_class(optimizer_class: object) -> None:
         )
 
 
-def _copy_options(source: Group, target: Group) -> None:
-    for key, value in source.items():
-        if key not in {"params", "param_names"}:
-            target[key] = value
+def _options(group: Group) -> Group:
+    """Returns a parameter group without parameters."""
+    return {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+
+
+def _copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.update(_options(source))
 
 
 def _check_kinds(groups: Iterable[Group]) -> None:
@@ -534,39 +522,6 @@ def _check_kinds(groups: Iterable[Group]) -> None:
             + ", ".join(f"{name} is {kind}" for kind, name in kinds.items())
             + "; make an optimizer for each"
         )
-
-
-def _gather_shards(
-    group: ProcessGroup, shard: dict[int, Any], to: int, device: torch.device
-) -> list[dict[int, Any]] | None:
-    """Gathers the state of all ranks on one; called by all of them. Blocks.
-
-    Args:
-        group: the ranks.
-        shard: this rank's state.
-        to: rank that gets all.
-        device: device of tensors that the group takes.
-
-    Returns:
-        The shards by rank, with all tensors on the CPU; ``None`` on other ranks.
-    """
-    file = io.BytesIO()
-    torch.save(_on_cpu(shard), file)
-    mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
-    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
-    group.all_gather_single(lengths, torch.tensor([mine.numel()], device=device)).wait()
-    lengths = group.to_host(lengths)
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    rows = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == to else []
-    group.gather(rows, [padded], GatherOptions(rootRank=to)).wait()
-    shards = [
-        torch.load(
-            io.BytesIO(group.to_host(row)[:length].numpy().tobytes()), map_location="cpu", weights_only=True
-        )
-        for row, length in zip(rows, lengths.tolist(), strict=False)
-    ]
-    return shards or None
 
 
 def _on_cpu(value: Any) -> Any:
@@ -627,15 +582,9 @@ class _FlatParameters:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        kinds: dict[Hashable, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        self.flats: list[torch.Tensor] = []
-        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for together in kinds.values():
-            flat = together[0].new_empty(sum(parameter.numel() for parameter in together))
-            self.flats.append(flat)
-            self._places += zip(together, layout(together, flat), strict=True)
+        kinds = flat_by_kind(parameters)
+        self.flats = [flat for flat, _, _ in kinds]
+        self._places = [pair for _, alike, views in kinds for pair in zip(alike, views, strict=True)]
         self.put_back()
 
     def put_back(self) -> bool:
