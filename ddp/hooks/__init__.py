@@ -1,8 +1,7 @@
 """Communication hooks, which average a full bucket of gradients, and their registration by name.
 
 A hook takes its state and a :class:`~collectives.ddp.GradBucket`, and returns a future of the averaged flat
-tensor; torch's DistributedDataParallel takes them, too. What hooks share is in ``adapter``, ``state`` and
-``compression``.
+tensor; torch's DistributedDataParallel takes them, too. What hooks share is in ``state`` and ``compression``.
 """
 
 from __future__ import annotations

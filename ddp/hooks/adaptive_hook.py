@@ -20,9 +20,8 @@ import torch
 from torch.futures import Future
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
-from collectives.ddp.hooks.adapter import comm_hook, widths
 from collectives.ddp.hooks.compression import Affine, Cast, Codec, CompressingState, OfEach, Signs, compress
-from collectives.ddp.hooks.state import check_integer
+from collectives.ddp.hooks.state import check_integer, comm_hook, widths
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["LEVELS", "AdaptiveState", "adaptive_hook"]
@@ -141,7 +140,7 @@ class AdaptiveState(CompressingState):
 
         Measures the errors of all levels for the next iteration, where it is time to.
         """
-        keys = self.keys.of(bucket)
+        keys = self.keys_of(bucket)
         levels = _levels(bucket)
         if keys not in self.levels:
             self._forget_parts_of(keys)

@@ -17,22 +17,16 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
-from collectives.ddp.hooks.adapter import after, average_exactly, dense_buffer
-from collectives.ddp.hooks.state import FeedbackState, check_integer, working_dtype
+from collectives.ddp.hooks.state import (
+    FeedbackState,
+    after,
+    average_exactly,
+    check_integer,
+    dense_buffer,
+    working_dtype,
+)
 from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.buckets import GradBucket
-
-__all__ = [
-    "Affine",
-    "Cast",
-    "Codec",
-    "CompressingState",
-    "LargestElements",
-    "OfEach",
-    "Signs",
-    "average_encoded",
-    "compress",
-]
 
 _ALIGNMENT = 8
 """Messages are padded to a multiple of so many bytes, so that each gathered one can be read in words."""
@@ -350,7 +344,7 @@ def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
     values = buffer.to(working_dtype(buffer.dtype), copy=True)
-    error = state.errors.of(state.keys.of(bucket), bucket) if state.use_error_feedback else None
+    error = state.error_of(bucket)
     if error is not None:
         values.add_(error)
     codec = state.codec(bucket, values, group)

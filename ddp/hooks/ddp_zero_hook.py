@@ -16,7 +16,7 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.broadcast import CoalescedBroadcast
-from collectives.ddp.hooks.adapter import comm_hook, is_torch_bucket, pending
+from collectives.ddp.hooks.state import comm_hook, is_torch_bucket, pending
 from collectives.ddp.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from collectives.ddp.reducer.buckets import GradBucket, Hook, layout
 
@@ -63,17 +63,7 @@ def hook_with_zero_step(
             model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, zero))
             model(torch.randn(16, 8)).sum().backward()  # updates the parameters, too
     """
-    steps = _Steps(ddp, zero, shard_buckets)
-
-    def hook_then_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        future = hook(state, bucket)
-        steps.add(bucket, future)
-        if bucket.is_last():
-            steps.update()
-            zero.send_parameters()
-        return steps.outcome(bucket, future)
-
-    return steps.marked(hook_then_step, hook)
+    return _Steps(ddp, zero, shard_buckets).around(hook, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -95,29 +85,7 @@ def hook_with_zero_step_interleaved(
         ValueError: as for :func:`hook_with_zero_step`.
         RuntimeError: as for :func:`hook_with_zero_step`.
     """
-    steps = _Steps(ddp, zero, shard_buckets)
-
-    def hook_among_steps(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        if bucket.index():
-            flush = getattr(state, "flush", None)
-            if callable(flush):  # of a hook that completes a future only with the next bucket
-                flush(bucket.index())
-            steps.update()
-            steps.start_sending()
-        try:
-            future = hook(state, bucket)
-        except BaseException:
-            if is_torch_bucket(bucket):  # torch calls no pass_failed()
-                steps.finish_sending()
-            raise
-        steps.add(bucket, future)
-        if bucket.is_last():
-            steps.update()
-            steps.start_sending()
-            steps.finish_sending()
-        return steps.outcome(bucket, future)
-
-    return steps.marked(hook_among_steps, hook)
+    return _Steps(ddp, zero, shard_buckets).around(hook, interleaved=True)
 
 
 class _Steps:
@@ -166,13 +134,45 @@ class _Steps:
         self._sending: list[CoalescedBroadcast] = []
         self._failure: Exception | None = None
 
-    def marked(self, made: Hook, hook: Hook) -> Hook:
-        """Names a hook after the one that it calls, and says what it does besides."""
+    def around(self, hook: Hook, *, interleaved: bool) -> Hook:
+        """Returns a hook that calls another one, named after it, and that says what it does besides.
+
+        Args:
+            hook: the other one.
+            interleaved: whether the parameters of a bucket are updated and sent before the next one is
+                launched; else those of all after the last one.
+        """
+
+        def hook_and_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+            if interleaved and bucket.index():
+                flush = getattr(state, "flush", None)
+                if callable(flush):  # of a hook that completes a future only with the next bucket
+                    flush(bucket.index())
+                self.update()
+                self.start_sending()
+            try:
+                future = hook(state, bucket)
+            except BaseException:
+                if is_torch_bucket(bucket):  # torch calls no pass_failed()
+                    self.finish_sending()
+                raise
+            self.add(bucket, future)
+            if bucket.is_last():
+                self.update()
+                if interleaved:
+                    self.start_sending()
+                    self.finish_sending()
+                else:
+                    self._zero.send_parameters()
+            return self.outcome(bucket, future)
+
+        made: Any = hook_and_step
         made.__name__ = made.__qualname__ = f"{getattr(hook, '__name__', 'hook')}_with_zero_step"
-        made.updates_parameters = True  # type: ignore[attr-defined]
-        made.process_group = self._zero.process_group  # type: ignore[attr-defined]
-        made.pass_failed = self.pass_failed  # type: ignore[attr-defined]
-        return comm_hook(made)
+        made.updates_parameters = True
+        made.process_group = self._zero.process_group
+        made.pass_failed = self.pass_failed
+        result: Hook = comm_hook(made)
+        return result
 
     def pass_failed(self) -> None:
         """Gives all ranks the parameters of their owners, who may have updated some and not sent them."""

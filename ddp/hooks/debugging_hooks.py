@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.futures import Future
 
-from collectives.ddp.hooks.adapter import comm_hook, completed
+from collectives.ddp.hooks.state import comm_hook, completed
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["noop_hook"]

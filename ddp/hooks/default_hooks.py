@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 from collectives import ReduceOp
-from collectives.ddp.hooks.adapter import after, average_exactly, comm_hook, dense_buffer, group_of
+from collectives.ddp.hooks.state import after, average_exactly, comm_hook, dense_buffer, group_of
 from collectives.ddp.reducer.averaging import average, averaging_op
 from collectives.ddp.reducer.buckets import GradBucket, Hook
 

@@ -10,9 +10,8 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
-from collectives.ddp.hooks.adapter import comm_hook, widths
 from collectives.ddp.hooks.compression import Codec, CompressingState, OfEach, Signs, compress
-from collectives.ddp.hooks.state import check_integer
+from collectives.ddp.hooks.state import check_integer, comm_hook, widths
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["OneBitState", "one_bit_hook"]

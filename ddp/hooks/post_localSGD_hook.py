@@ -13,8 +13,15 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.default_group import subgroup_of_machine
-from collectives.ddp.hooks.adapter import average_exactly, comm_hook, completed, group_of, is_torch_bucket
-from collectives.ddp.hooks.state import HookState, check_integer
+from collectives.ddp.hooks.state import (
+    HookState,
+    average_exactly,
+    check_integer,
+    comm_hook,
+    completed,
+    group_of,
+    is_torch_bucket,
+)
 from collectives.ddp.reducer.buckets import GradBucket
 from collectives.logs import Log
 

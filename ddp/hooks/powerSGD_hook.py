@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,19 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from collectives import ProcessGroup, Work
-from collectives.ddp.hooks.adapter import (
+from collectives import ProcessGroup
+from collectives.ddp.hooks.state import (
+    FeedbackState,
     average_exactly,
+    check_integer,
     comm_hook,
     dense_buffer,
     group_of,
     is_torch_bucket,
     pending,
     widths,
+    working_dtype,
 )
-from collectives.ddp.hooks.state import FeedbackState, check_integer, working_dtype
 from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.buckets import GradBucket
 from collectives.logs import Log
@@ -129,7 +131,7 @@ class PowerSGDState(FeedbackState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._under_way: _BucketCompression | None = None
+        self._under_way: _Compression | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
@@ -214,11 +216,11 @@ class PowerSGDState(FeedbackState):
                 self.total_numel_after_compression, self.total_numel_before_compression,
             )  # fmt: skip
 
-    def enter(self, this: _BucketCompression, *, drain: bool) -> None:
+    def enter(self, this: _Compression, *, drain: bool) -> None:
         """Runs as much of all compressions as can be without waiting idly for messages.
 
         Args:
-            this: the compression to begin.
+            this: the compression to begin; what that fails with is raised.
             drain: whether no other one follows in this pass.
         """
         before, self._under_way = self._under_way, None
@@ -227,16 +229,17 @@ class PowerSGDState(FeedbackState):
         if before is not None:
             before.advance()
         try:
-            this.begin()
+            this.advance()
         finally:
             if before is not None:
-                before.finish()
+                before.advance()
         if drain:
             this.advance()
-            this.finish()
+            this.advance()
         else:
             self._under_way = this
 
+    @torch.no_grad()
     def flush(self, index: int) -> None:
         """Finishes the compression under way, if any, so that its future is complete; waits for its messages.
 
@@ -249,7 +252,7 @@ class PowerSGDState(FeedbackState):
         this, self._under_way = self._under_way, None
         if this is not None and this.index < index:  # else it is of a pass that was broken off
             this.advance()
-            this.finish()
+            this.advance()
 
 
 def matrix_shape(parameter: torch.Tensor, numel: int) -> tuple[int, int]:
@@ -323,9 +326,9 @@ class _Batch:
     spans: list[slice]
     shape: tuple[int, int]
     rank: int
-    matrices: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    p: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    q: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    matrices: torch.Tensor = field(init=False)
+    p: torch.Tensor = field(init=False)
+    q: torch.Tensor = field(init=False)
 
     def take(self, flat: torch.Tensor) -> None:
         """Makes the matrices of flat gradients."""
@@ -360,20 +363,14 @@ class _Batch:
             flat[span] = matrix.view(-1)[: span.stop - span.start]
 
 
-@dataclass
-class _Plan:
-    """What becomes of the gradients in a bucket.
+_Plan = tuple[list[_Batch], list[slice]]
+"""What becomes of the gradients in a bucket: matrices to compress, and the runs of all others."""
 
-    Attributes:
-        batches: those that are compressed.
-        plain: runs of those that are not.
-    """
-
-    batches: list[_Batch]
-    plain: list[slice]
+_Division = Callable[[PowerSGDState, GradBucket, Sequence[str]], _Plan]
+"""Decides that for a bucket with these keys of its parameters."""
 
 
-class _BucketCompression:
+class _Compression:
     """One bucket on its way from gradients to averages, in three phases with an all-reduce between them.
 
     The compressions of a pass overlap: while the messages of one travel, the next one computes. All ranks
@@ -382,6 +379,7 @@ class _BucketCompression:
     Attributes:
         index: of the bucket.
         future: of the average.
+        failure: what a phase after the first one failed with; the first one raises.
     """
 
     def __init__(
@@ -394,147 +392,137 @@ class _BucketCompression:
     ) -> None:
         self.index = bucket.index()
         self.future = pending(buffer)
-        self._state = state
-        self._group = group
-        self._result = bucket.buffer()
-        self._buffer = buffer
-        keys = state.keys.of(bucket)
-        dtype = working_dtype(buffer.dtype)
-        self._flat = buffer if buffer.dtype is dtype else buffer.to(dtype)
-        self._error = state.errors.of(keys, bucket) if state.use_error_feedback else None
-        self._plan = divide(state, bucket, keys)
-        self._failure: Exception | None = None
-        self._work: Work | None = None
-        self._message = self._wire = self._flat.new_empty(0)
-        self._plain: Sequence[torch.Tensor] = ()
+        self.failure: Exception | None = None
+        self._phases = self._run(state, bucket, buffer, group, divide)
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Computes each P and sends it on its way, with the gradients that are not compressed."""
-        flat, plan = self._flat, self._plan
-        if self._error is not None:
-            flat.add_(self._error)
-        for batch in plan.batches:
+    def advance(self) -> None:
+        """Runs the next phase, where one is left."""
+        next(self._phases, None)
+
+    def _run(
+        self,
+        state: PowerSGDState,
+        bucket: GradBucket,
+        buffer: torch.Tensor,
+        group: ProcessGroup,
+        divide: _Division,
+    ) -> Iterator[None]:
+        """Yields when a message is on its way."""
+        keys = state.keys_of(bucket)
+        result, flat = bucket.buffer(), buffer.to(working_dtype(buffer.dtype))
+        error = state.error_of(bucket)
+        batches, plain = divide(state, bucket, keys)
+
+        # Each P, and the gradients that are not compressed.
+        if error is not None:
+            flat.add_(error)
+        for batch in batches:
             batch.take(flat)
-        sizes = [span.stop - span.start for span in plan.plain]
-        factors = [len(batch.keys) * batch.shape[0] * batch.rank for batch in plan.batches]
-        self._message = flat.new_empty(sum(sizes) + sum(factors))
-        parts = self._message.split_with_sizes([*sizes, *factors])
-        self._plain = parts[: len(sizes)]
-        for span, part in zip(plan.plain, self._plain, strict=True):
+        sizes = [span.stop - span.start for span in plain]
+        factors = [len(batch.keys) * batch.shape[0] * batch.rank for batch in batches]
+        message = flat.new_empty(sum(sizes) + sum(factors))
+        parts = message.split_with_sizes([*sizes, *factors])
+        for span, part in zip(plain, parts, strict=False):
             part.copy_(flat[span])
-        self._first_factors()
-        for batch, part in zip(plan.batches, parts[len(sizes) :], strict=True):
+        _first_factors(state, batches, flat)
+        for batch, part in zip(batches, parts[len(sizes) :], strict=True):
             batch.p = part.view(len(batch.keys), batch.shape[0], batch.rank)
             torch.bmm(batch.matrices, batch.q, out=batch.p)
-        self._count()
-        self._send()
+        factors = [batch.q.numel() for batch in batches]
+        state.total_numel_before_compression += buffer.numel()
+        state.total_numel_after_compression += message.numel() + sum(factors)
+        receive = _start_average(group, message, buffer.dtype)
+        yield
+        try:
+            # Each Q.
+            receive()
+            for span, part in zip(plain, parts, strict=False):
+                flat[span] = part
+                if error is not None:  # all of it went; there is one where settings have changed
+                    error[span] = 0
+            if batches:
+                message = flat.new_empty(sum(factors))
+                for batch, part in zip(batches, message.split_with_sizes(factors), strict=True):
+                    orthogonalize(batch.p, state.orthogonalization_epsilon)
+                    batch.q = part.view(batch.q.shape)
+                    torch.bmm(batch.matrices.mT, batch.p, out=batch.q)
+                receive = _start_average(group, message, buffer.dtype)
+                yield
+                receive()
 
-    @torch.no_grad()
-    def advance(self) -> None:
-        """Waits for the first message, computes each Q and sends it; failures go to the future."""
-        self._protected(self._advance)
-
-    def _advance(self) -> None:
-        self._receive()
-        flat, plan = self._flat, self._plan
-        for span, part in zip(plan.plain, self._plain, strict=True):
-            flat[span] = part
-            if self._error is not None:  # all of it went; there is one where settings have changed
-                self._error[span] = 0
-        if not plan.batches:
-            return
-        factors = [batch.q.numel() for batch in plan.batches]
-        self._message = flat.new_empty(sum(factors))
-        for batch, part in zip(plan.batches, self._message.split_with_sizes(factors), strict=True):
-            orthogonalize(batch.p, self._state.orthogonalization_epsilon)
-            batch.q = part.view(batch.q.shape)
-            torch.bmm(batch.matrices.mT, batch.p, out=batch.q)
-        self._send()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Waits for the second message, writes averages and errors, and completes the future."""
-        self._protected(self._finish)
-        if self._failure is None:
-            self.future.set_result(self._result)
+            _take_averages(state, batches, flat, error, finite=bool(torch.isfinite(message.sum())))
+            if flat is not buffer:
+                buffer.copy_(flat)
+        except Exception as failure:  # noqa: BLE001 - the future raises it
+            self.failure = failure
+            self.future.set_exception(failure)  # type: ignore[arg-type]
         else:
-            self.future.set_exception(self._failure)  # type: ignore[arg-type]
+            self.future.set_result(result)
 
-    def outcome(self) -> Future[torch.Tensor]:
-        """Returns the future of a finished compression; raises what it failed with."""
-        if self._failure is not None:
-            raise self._failure
-        return self.future
 
-    def _finish(self) -> None:
-        if self._plan.batches:
-            self._receive()
-        finite = bool(torch.isfinite(self._message.sum()))
-        for batch in self._plan.batches:
-            if self._error is not None and finite:
-                batch.leave_out(self._error)
-            batch.put_back(self._flat)
-            for key, covered, factor in zip(batch.keys, batch.covers, batch.q, strict=True):
-                # One of zeros would stay so for ever where an epsilon takes care of the norms.
-                lives = not self._state.orthogonalization_epsilon or bool(factor.any())
-                self._state.keep_factor(key, covered, factor if finite and lives else None)
-        if self._error is not None and not finite:
-            self._error.zero_()
-        if self._flat is not self._buffer:
-            self._buffer.copy_(self._flat)
+def _take_averages(
+    state: PowerSGDState,
+    batches: Sequence[_Batch],
+    flat: torch.Tensor,
+    error: torch.Tensor | None,
+    *,
+    finite: bool,
+) -> None:
+    """Writes what the averaged factors hold to the flat gradients, and the rest to the error."""
+    for batch in batches:
+        if error is not None and finite:
+            batch.leave_out(error)
+        batch.put_back(flat)
+        for key, covered, factor in zip(batch.keys, batch.covers, batch.q, strict=True):
+            # One of zeros would stay so for ever where an epsilon takes care of the norms.
+            lives = not state.orthogonalization_epsilon or bool(factor.any())
+            state.keep_factor(key, covered, factor if finite and lives else None)
+    if error is not None and not finite:
+        error.zero_()
 
-    def _protected(self, phase: Callable[[], None]) -> None:
-        if self._failure is None:
-            try:
-                phase()
-            except Exception as error:  # noqa: BLE001 - the future raises it
-                self._failure = error
 
-    def _send(self) -> None:
-        self._wire = self._message.to(self._buffer.dtype)
-        self._work = average(self._group, self._wire)
+def _start_average(group: ProcessGroup, message: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    """Averages a message in the data type of the gradients; returns what waits for that."""
+    wire = message.to(dtype)
+    work = average(group, wire)
 
-    def _receive(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        if self._wire is not self._message:
-            self._message.copy_(self._wire)
+    def receive() -> None:
+        work.wait()
+        if wire is not message:
+            message.copy_(wire)
 
-    def _first_factors(self) -> None:
-        """Gives each batch its Q to begin with."""
-        state = self._state
-        known: dict[str, torch.Tensor] = {}
-        fresh: dict[str, tuple[int, int]] = {}
-        # In the order of the gradients: what is computed together must not matter.
-        wanted = [
-            (span.start, key, (batch.shape[1], batch.rank))
-            for batch in self._plan.batches
-            for key, span in zip(batch.keys, batch.spans, strict=True)
-        ]
-        for _, key, shape in sorted(wanted):
-            kept = state.factor(key, shape)
-            if kept is None:
-                fresh[key] = shape
-            else:
-                known[key] = kept.to(self._flat.device)
-        if fresh:  # the same for the same seed on every device
-            generator = torch.Generator().manual_seed(int(state.rng.randint(_SEEDS)))
-            for key, shape in fresh.items():
-                known[key] = torch.randn(shape, generator=generator).to(self._flat)
-        for batch in self._plan.batches:
-            batch.q = torch.stack([known[key] for key in batch.keys])
-            orthogonalize(batch.q, state.orthogonalization_epsilon)
+    return receive
 
-    def _count(self) -> None:
-        factors = sum(batch.q.numel() for batch in self._plan.batches)
-        self._state.total_numel_before_compression += self._buffer.numel()
-        self._state.total_numel_after_compression += self._message.numel() + factors
+
+def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], flat: torch.Tensor) -> None:
+    """Gives each batch its Q to begin with."""
+    known: dict[str, torch.Tensor] = {}
+    fresh: dict[str, tuple[int, int]] = {}
+    # In the order of the gradients: what is computed together must not matter.
+    wanted = [
+        (span.start, key, (batch.shape[1], batch.rank))
+        for batch in batches
+        for key, span in zip(batch.keys, batch.spans, strict=True)
+    ]
+    for _, key, shape in sorted(wanted):
+        kept = state.factor(key, shape)
+        if kept is None:
+            fresh[key] = shape
+        else:
+            known[key] = kept.to(flat.device)
+    if fresh:  # the same for the same seed on every device
+        generator = torch.Generator().manual_seed(int(state.rng.randint(_SEEDS)))
+        for key, shape in fresh.items():
+            known[key] = torch.randn(shape, generator=generator).to(flat)
+    for batch in batches:
+        batch.q = torch.stack([known[key] for key in batch.keys])
+        orthogonalize(batch.q, state.orthogonalization_epsilon)
 
 
 def _layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
     """Makes a matrix of each gradient that is worth it."""
-    plan = _Plan([], [])
+    batches: list[_Batch] = []
+    plain: list[slice] = []
     same: dict[tuple[int, int], _Batch] = {}
     end = 0
     for key, parameter, numel in zip(keys, bucket.parameters(), widths(bucket), strict=True):
@@ -542,31 +530,27 @@ def _layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str
         end += numel
         shape = matrix_shape(parameter, numel)
         if not is_worth_compressing(shape, state.matrix_approximation_rank, state.min_compression_rate):
-            plan.plain.append(span)
+            plain.append(span)
             continue
         batch = same.get(shape) if state.batch_tensors_with_same_shape else None
         if batch is None:
             batch = same[shape] = _Batch([], [], [], shape, _rank_of(shape, state.matrix_approximation_rank))
-            plan.batches.append(batch)
+            batches.append(batch)
         batch.keys.append(key)
         batch.covers.append([key])
         batch.spans.append(span)
-    return plan
+    return batches, plain
 
 
 def _whole_bucket(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
     """Makes one square matrix of all gradients."""
     numel = sum(widths(bucket))
     if not numel:
-        return _Plan([], [])
+        return [], []
     side = math.isqrt(numel - 1) + 1
     shape = (side, side)
     rank = _rank_of(shape, state.matrix_approximation_rank)
-    return _Plan([_Batch(["; ".join(keys)], [list(keys)], [slice(0, numel)], shape, rank)], [])
-
-
-_Division = Callable[[PowerSGDState, GradBucket, Sequence[str]], _Plan]
-"""Decides what becomes of the gradients in a bucket with these keys of its parameters."""
+    return [_Batch(["; ".join(keys)], [list(keys)], [slice(0, numel)], shape, rank)], []
 
 
 @comm_hook
@@ -649,13 +633,11 @@ def _run(state: PowerSGDState, bucket: GradBucket, divide: _Division) -> Future[
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
-    try:
-        this = _BucketCompression(state, bucket, buffer, group, divide)
-    except BaseException:
-        state.flush(bucket.index())  # this may be the last bucket, and the reducer waits for the one before
-        raise
+    this = _Compression(state, bucket, buffer, group, divide)
     # torch may leave out the last bucket, so that its compressions cannot wait for one another.
     state.enter(this, drain=bucket.is_last() or is_torch_bucket(bucket))
     state.log_stats(bucket)
     state.maybe_increase_iter(bucket)
-    return this.outcome() if is_torch_bucket(bucket) else this.future
+    if this.failure is not None and is_torch_bucket(bucket):  # which would take it for a value
+        raise this.failure
+    return this.future

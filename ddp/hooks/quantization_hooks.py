@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch.futures import Future
 
-from collectives.ddp.hooks.adapter import average_exactly, comm_hook, dense_buffer, group_of
 from collectives.ddp.hooks.compression import Affine, average_encoded
-from collectives.ddp.hooks.state import working_dtype
+from collectives.ddp.hooks.state import average_exactly, comm_hook, dense_buffer, group_of, working_dtype
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]

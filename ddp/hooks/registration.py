@@ -24,33 +24,33 @@ class BuiltinCommHookType(enum.IntEnum):
 
 
 class DDPCommHookType(enum.Enum):
-    """Hooks that :func:`register_ddp_comm_hook` knows; names as in torch."""
+    """Hooks that :func:`register_ddp_comm_hook` knows; names as in torch.
 
-    ALLREDUCE = "allreduce"
-    FP16_COMPRESS = "fp16_compress"
-    BF16_COMPRESS = "bf16_compress"
-    QUANTIZE_PER_TENSOR = "quantize_per_tensor"
-    QUANTIZE_PER_CHANNEL = "quantize_per_channel"
-    POWER_SGD = "powerSGD"
-    POWER_SGD_RANK2 = "powerSGD_rank2"
-    BATCHED_POWER_SGD = "batched_powerSGD"
-    BATCHED_POWER_SGD_RANK2 = "batched_powerSGD_rank2"
-    NOOP = "noop"
+    Attributes:
+        hook: the hook.
+        rank: that of its PowerSGDState, where it has one.
+    """
 
+    hook: Hook
+    rank: int | None
 
-_HOOKS: dict[DDPCommHookType, tuple[Hook, int | None]] = {
-    DDPCommHookType.ALLREDUCE: (default_hooks.allreduce_hook, None),
-    DDPCommHookType.FP16_COMPRESS: (default_hooks.fp16_compress_hook, None),
-    DDPCommHookType.BF16_COMPRESS: (default_hooks.bf16_compress_hook, None),
-    DDPCommHookType.QUANTIZE_PER_TENSOR: (quantization_hooks.quantization_pertensor_hook, None),
-    DDPCommHookType.QUANTIZE_PER_CHANNEL: (quantization_hooks.quantization_perchannel_hook, None),
-    DDPCommHookType.NOOP: (debugging_hooks.noop_hook, None),
-    DDPCommHookType.POWER_SGD: (powerSGD_hook.powerSGD_hook, 1),
-    DDPCommHookType.POWER_SGD_RANK2: (powerSGD_hook.powerSGD_hook, 2),
-    DDPCommHookType.BATCHED_POWER_SGD: (powerSGD_hook.batched_powerSGD_hook, 1),
-    DDPCommHookType.BATCHED_POWER_SGD_RANK2: (powerSGD_hook.batched_powerSGD_hook, 2),
-}
-"""Each hook, and the rank of its PowerSGDState where it has one."""
+    def __new__(cls, name: str, hook: Hook, rank: int | None = None) -> DDPCommHookType:  # noqa: PYI034
+        """Returns a member whose value is its name."""
+        member = object.__new__(cls)
+        member._value_ = name
+        member.hook, member.rank = hook, rank
+        return member
+
+    ALLREDUCE = "allreduce", default_hooks.allreduce_hook
+    FP16_COMPRESS = "fp16_compress", default_hooks.fp16_compress_hook
+    BF16_COMPRESS = "bf16_compress", default_hooks.bf16_compress_hook
+    QUANTIZE_PER_TENSOR = "quantize_per_tensor", quantization_hooks.quantization_pertensor_hook
+    QUANTIZE_PER_CHANNEL = "quantize_per_channel", quantization_hooks.quantization_perchannel_hook
+    POWER_SGD = "powerSGD", powerSGD_hook.powerSGD_hook, 1
+    POWER_SGD_RANK2 = "powerSGD_rank2", powerSGD_hook.powerSGD_hook, 2
+    BATCHED_POWER_SGD = "batched_powerSGD", powerSGD_hook.batched_powerSGD_hook, 1
+    BATCHED_POWER_SGD_RANK2 = "batched_powerSGD_rank2", powerSGD_hook.batched_powerSGD_hook, 2
+    NOOP = "noop", debugging_hooks.noop_hook
 
 
 class _Registers(Protocol):
@@ -78,7 +78,6 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: _Registers, s
             f"comm_hook_type must be a DDPCommHookType, but is {comm_hook_type!r} of type "
             f"{type(comm_hook_type).__name__}; for a hook of your own call model.register_comm_hook"
         )
-    hook, rank = _HOOKS[comm_hook_type]
-    if rank is not None:
-        state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=rank)
-    model.register_comm_hook(state, hook)
+    if comm_hook_type.rank is not None:
+        state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=comm_hook_type.rank)
+    model.register_comm_hook(state, comm_hook_type.hook)

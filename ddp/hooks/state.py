@@ -1,139 +1,138 @@
-"""States of communication hooks: their group, their clock, agreement of the ranks, error feedback, saving.
+"""What hooks share: their states, with agreement of the ranks, error feedback and saving, and both wrappers.
 
 Error feedback keeps what compression left out of gradients for the next step: Seide et al., "1-bit stochastic
 gradient descent and its application to data-parallel distributed training of speech DNNs", Interspeech 2014;
 Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+
+torch's DistributedDataParallel over one of this package's backends in ``torch.distributed`` hands a hook a
+``torch.distributed.GradBucket``, whose methods are those of ours, and takes errors in another form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import ProcessGroup
-from collectives.ddp.agreement import gather_records
-from collectives.ddp.hooks.adapter import group_of, is_torch_bucket, widths
+from collectives.core.work import chain
+from collectives.ddp.agreement import differences
+from collectives.ddp.default_group import resolve_group
+from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.buckets import GradBucket
 from collectives.dynamo import Uncompiled
 from collectives.logs import Log
 
-__all__ = ["FeedbackState", "HookState", "check_integer", "working_dtype"]
-
 _log = Log(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+
+def comm_hook(function: _Function) -> _Function:
+    """Lets torch's ``register_comm_hook`` take a hook: it compares annotations with its own classes."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    empty = inspect.Signature.empty
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=bare, return_annotation=empty
+    )
+    return function
+
+
+def is_torch_bucket(bucket: object) -> bool:
+    """Returns whether a bucket comes from torch's DistributedDataParallel."""
+    return isinstance(bucket, TorchBucket)
+
+
+def group_of(process_group: object, bucket: object) -> ProcessGroup:
+    """Returns the group that a hook averages over.
+
+    Args:
+        process_group: one of ours, or one of torch's that is carried out by one of ours; ``None`` for the
+            default group, which is torch's for a bucket of torch's.
+        bucket: the bucket.
+
+    Raises:
+        TypeError: it is another kind of group.
+        ValueError: it is ``None`` and there is no default group.
+    """
+    if process_group is None and is_torch_bucket(bucket):
+        process_group = torch.distributed.group.WORLD
+    return resolve_group(process_group)
+
+
+def dense_buffer(bucket: GradBucket) -> torch.Tensor:
+    """Returns the flat gradients as real numbers, complex ones as pairs; shares the bucket's memory.
+
+    Raises:
+        TypeError: the bucket holds a sparse gradient, as one of torch's may.
+    """
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError(
+            f"a gradient of layout {buffer.layout} and shape {list(buffer.shape)} cannot be compressed; let "
+            "collectives.ddp.DistributedDataParallel average it, which keeps sparse gradients away from hooks"
+        )
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+def widths(bucket: GradBucket) -> list[int]:
+    """Returns the number of real elements of each parameter of a bucket, in order."""
+    width = 2 if bucket.buffer().is_complex() else 1
+    return [parameter.numel() * width for parameter in bucket.parameters()]
+
+
+def after(bucket: GradBucket, future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T]:
+    """Returns a future of what ``function`` makes of a finished one, in the form that a reducer expects.
+
+    Ours gets errors with their classes. torch's C++ reducer gets them as errors at all: it would take what
+    ``Future.set_exception`` leaves for a value.
+    """
+    return future.then(function) if is_torch_bucket(bucket) else chain(future, function)
+
+
+def completed(value: torch.Tensor) -> Future[torch.Tensor]:
+    """Returns a future that holds a tensor already."""
+    future = pending(value)
+    future.set_result(value)
+    return future
+
+
+def pending(like: torch.Tensor) -> Future[torch.Tensor]:
+    """Returns an empty future for a tensor on the device of ``like``."""
+    devices: Sequence[torch.device] = [like.device] if like.is_cuda else []
+    return Future(devices=list(devices))
+
+
+def average_exactly(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Averages a bucket in place; bitwise the same as without a hook. Does not block.
+
+    Args:
+        group: the ranks.
+        bucket: the bucket.
+    """
+    buffer = bucket.buffer()
+
+    def averaged(done: Future[Any]) -> torch.Tensor:
+        done.value()
+        return buffer
+
+    return after(bucket, average(group, buffer).get_future(), averaged)
+
+
+# ---- states ---------------------------------------------------------------------------------------------
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the data type in which gradients of ``dtype`` are compressed, and errors kept."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-class _ParameterKeys:
-    """Keys that name the parameters of one model across the layouts of the buckets, and in a checkpoint.
-
-    Our buckets know the names within the module. Those of torch do not: their parameters are numbered as they
-    first appear, which is the same in every program that registers the hook on the same model before it is
-    trained.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: Any = WeakTensorKeyDictionary()
-        self._next = 0
-
-    def of(self, bucket: GradBucket) -> tuple[str, ...]:
-        """Returns the keys of a bucket's parameters, in order."""
-        if not is_torch_bucket(bucket):
-            return tuple(bucket.names())
-        return tuple(f"parameter {self._number(parameter)}" for parameter in bucket.parameters())
-
-    def _number(self, parameter: torch.Tensor) -> int:
-        number: int | None = self._numbers.get(parameter)
-        if number is None:
-            number = self._numbers[parameter] = self._next
-            self._next += 1
-        return number
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns nothing: the reader has other parameters, and numbers them in the same way."""
-        return {}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        _ParameterKeys.__init__(self)
-
-
-class _ErrorMemory:
-    """The errors of all parameters, in one flat tensor for each bucket.
-
-    Where the buckets are laid out again, errors move to the new ones with their parameters.
-    """
-
-    def __init__(self) -> None:
-        self._flats: dict[tuple[str, ...], torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
-
-    def of(self, keys: tuple[str, ...], bucket: GradBucket) -> torch.Tensor:
-        """Returns the error of a bucket, at first zeros; the caller writes the next one there.
-
-        Args:
-            keys: keys of the bucket's parameters.
-            bucket: the bucket.
-
-        Raises:
-            ValueError: a parameter has another size than the error that is kept for it.
-        """
-        flat = self._flats.get(keys)
-        buffer = bucket.buffer()
-        dtype = working_dtype(buffer.dtype.to_real())
-        numel = buffer.numel() * (2 if buffer.is_complex() else 1)
-        # A state may go on with a model of another data type, or be given another model by mistake.
-        if (
-            flat is not None
-            and flat.numel() == numel
-            and flat.dtype is dtype
-            and flat.device == buffer.device
-        ):
-            return flat
-        return self._lay_out(keys, widths(bucket), dtype, buffer.device)
-
-    def _lay_out(
-        self, keys: tuple[str, ...], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        for key, size in zip(keys, sizes, strict=True):
-            kept = self._views.get(key)
-            if kept is not None and kept.numel() != size:
-                raise ValueError(
-                    f"the state remembers an error of {kept.numel()} elements for {key}, whose gradient has "
-                    f"{size}: it belongs to another model; call reset_memory() on it to begin anew"
-                )
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        for key, view in zip(keys, flat.split_with_sizes(list(sizes)), strict=True):
-            kept = self._views.get(key)
-            if kept is not None:
-                view.copy_(kept)
-            self._views[key] = view
-        moved = set(keys)
-        self._flats = {old: kept for old, kept in self._flats.items() if moved.isdisjoint(old)}
-        self._flats[keys] = flat
-        return flat
-
-    def as_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the flat error of each parameter by key; they alias the memory."""
-        return dict(self._views)
-
-    def clear(self) -> None:
-        """Forgets all errors."""
-        self._flats.clear()
-        self._views.clear()
-
-    def __getstate__(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of each parameter's error by key."""
-        return {key: view.clone() for key, view in self._views.items()}
-
-    def __setstate__(self, errors: Mapping[str, torch.Tensor]) -> None:
-        _ErrorMemory.__init__(self)
-        self._views.update(errors)
 
 
 class HookState(Uncompiled):
@@ -189,16 +188,11 @@ class HookState(Uncompiled):
             **self.facts(),
             "saved by": "no ranks" if self._world_size is None else f"{self._world_size} ranks",
         }
-        rows = gather_records(group, facts, device)
+        lines = differences(group, [(name, repr(value)) for name, value in facts.items()], device)
         where = f"[rank {group.rank()}] {type(self).__name__} over {group.describe()}"
-        different = [
-            f"{name}: {', '.join(f'{row.get(name)!r} on rank {rank}' for rank, row in enumerate(rows))}"
-            for name in facts
-            if any(row.get(name) != rows[0].get(name) for row in rows)
-        ]
-        if different or any(row.keys() != facts.keys() for row in rows):
+        if lines:
             raise ValueError(
-                f"{where}: the ranks' states differ; make or load them alike. {'; '.join(different)}"
+                "\n".join([f"{where}: the ranks' states differ; make or load them alike:", *lines])
             )
         if self._world_size not in {None, group.size()}:
             raise ValueError(
@@ -249,6 +243,10 @@ class FeedbackState(HookState):
     The errors take as much memory as the gradients, at least in float32. An infinite gradient or one that is
     not a number is sent as such, so that a gradient scaler skips the step, and leaves no error behind.
 
+    Parameters have keys, across the layouts of the buckets and in a checkpoint. Our buckets know the names
+    within the module. Those of torch do not: their parameters are numbered as they first appear, which is the
+    same in every program that registers the hook on the same model before it is trained.
+
     Args:
         process_group: the ranks.
         use_error_feedback: whether errors are kept.
@@ -259,27 +257,91 @@ class FeedbackState(HookState):
     def __init__(self, process_group: object = None, *, use_error_feedback: bool = True) -> None:
         super().__init__(process_group)
         self.use_error_feedback = use_error_feedback
-        self.keys = _ParameterKeys()
-        self.errors = _ErrorMemory()
+        self._flats: dict[tuple[str, ...], torch.Tensor] = {}  # the errors of each bucket
+        self._views: dict[str, torch.Tensor] = {}  # of each parameter, in those
+        self._number_anew()
+
+    def _number_anew(self) -> None:
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._next_number = 0
 
     @property
     def error_dict(self) -> dict[str, torch.Tensor]:
         """The flat error of each parameter by its key: its name, or a number in torch's buckets."""
-        return self.errors.as_dict()
+        return dict(self._views)
+
+    def keys_of(self, bucket: GradBucket) -> tuple[str, ...]:
+        """Returns the keys of a bucket's parameters, in order."""
+        if not is_torch_bucket(bucket):
+            return tuple(bucket.names())
+        for parameter in bucket.parameters():
+            if parameter not in self._numbers:
+                self._numbers[parameter] = self._next_number
+                self._next_number += 1
+        return tuple(f"parameter {self._numbers[parameter]}" for parameter in bucket.parameters())
+
+    def error_of(self, bucket: GradBucket) -> torch.Tensor | None:
+        """Returns the error of a bucket, at first zeros; the caller writes the next one there.
+
+        Errors move with their parameters where the buckets are laid out again.
+
+        Raises:
+            ValueError: a parameter has another size than the error that is kept for it.
+        """
+        if not self.use_error_feedback:
+            return None
+        keys, sizes, buffer = self.keys_of(bucket), widths(bucket), bucket.buffer()
+        dtype = working_dtype(buffer.dtype.to_real())
+        flat = self._flats.get(keys)
+        # A state may go on with a model of another data type, or be given another model by mistake.
+        if (
+            flat is not None
+            and flat.numel() == sum(sizes)
+            and flat.dtype is dtype
+            and flat.device == buffer.device
+        ):
+            return flat
+        for key, size in zip(keys, sizes, strict=True):
+            kept = self._views.get(key)
+            if kept is not None and kept.numel() != size:
+                raise ValueError(
+                    f"the state remembers an error of {kept.numel()} elements for {key}, whose gradient has "
+                    f"{size}: it belongs to another model; call reset_memory() on it to begin anew"
+                )
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=buffer.device)
+        for key, view in zip(keys, flat.split_with_sizes(sizes), strict=True):
+            kept = self._views.get(key)
+            if kept is not None:
+                view.copy_(kept)
+            self._views[key] = view
+        self._flats = {old: kept for old, kept in self._flats.items() if set(keys).isdisjoint(old)}
+        self._flats[keys] = flat
+        return flat
 
     def join(self, bucket: GradBucket) -> ProcessGroup:
         """Returns the group; compares the ranks' states first, and names the parameters in time."""
-        self.keys.of(bucket)  # torch's are numbered in their first order, before buckets are laid out again
+        self.keys_of(bucket)  # torch's are numbered in their first order, before buckets are laid out again
         return super().join(bucket)
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
-        return {**super().facts(), "remembered parameters": len(self.error_dict)}
+        return {**super().facts(), "remembered parameters": len(self._views)}
 
     def reset_memory(self) -> None:
         """Forgets all errors; called on all ranks."""
         super().reset_memory()
-        self.errors.clear()
+        self._flats.clear()
+        self._views.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle saves: each parameter's error by key, and none of the reader's parameters."""
+        errors = {key: view.clone() for key, view in self._views.items()}
+        return {**super().__getstate__(), "_flats": {}, "_views": errors, "_numbers": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Restores what was saved, over the default group."""
+        super().__setstate__(state)
+        self._number_anew()
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
-from collectives.ddp.hooks.adapter import comm_hook
 from collectives.ddp.hooks.compression import Codec, CompressingState, LargestElements, compress
+from collectives.ddp.hooks.state import comm_hook
 from collectives.ddp.reducer.buckets import GradBucket
 
 __all__ = ["TopKState", "top_k_hook"]

@@ -344,7 +344,7 @@ def different_states(group):
 def test_states_that_differ_are_refused_on_all_ranks() -> None:
     for message in run_ranks(different_states, 2, backend="host"):
         assert "TopKState over host group" in message
-        assert "ratio: 0.1 on rank 0, 0.2 on rank 1" in message
+        assert "ratio: 0.1 on rank 0; 0.2 on rank 1" in message
 
 
 @pytest.mark.parametrize(

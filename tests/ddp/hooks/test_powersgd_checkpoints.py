@@ -145,7 +145,7 @@ def test_a_state_of_another_world_is_refused_on_all_ranks(caplog) -> None:
     for seen in run_ranks(restored, 2, saved, True, backend="host"):
         assert len(seen) == 1
         assert "the ranks' states differ" in seen[0]
-        assert "iter: 3 on rank 0, 4 on rank 1" in seen[0]
+        assert "iter: 3 on rank 0; 4 on rank 1" in seen[0]
 
 
 def test_the_process_group_is_not_saved(caplog) -> None:

@@ -75,7 +75,7 @@ def refused(rank, size):
     model.register_comm_hook(state, powerSGD_hook)
     with pytest.raises(Exception, match="the ranks' states differ") as caught:
         model(torch.ones(1, 4)).sum().backward()
-    assert "iter: 0 on rank 0, 1 on rank 1" in str(caught.value)
+    assert "iter: 0 on rank 0; 1 on rank 1" in str(caught.value)
 
 
 def optimizer_in_the_hook(rank, size):
