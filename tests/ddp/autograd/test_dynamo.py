@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -36,23 +37,24 @@ class Net(nn.Module):
         return x
 
 
-def train(group, how, options, norm=False):
+def train(group, how, norm, backend=None, **options):
     """Returns the parameters after some steps, the number of graphs, and whether it overlapped."""
     torch._dynamo.reset()
     from torch._dynamo.backends.debugging import aot_eager
 
     graphs = []
 
-    def backend(graph, inputs):
+    def counting(graph, inputs):
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
+    compiled = functools.partial(torch.compile, backend=backend or counting)
     torch.manual_seed(0)
-    module = Net(SyncBatchNorm(WIDTH, process_group=group) if norm else nn.Identity())
-    inner = torch.compile(module, backend=backend) if how == "inside" else module
+    module = Net(norm)
+    inner = compiled(module) if how == "inside" else module
     model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.1, **options)
     if how == "outside":
-        model = torch.compile(model, backend=backend)
+        model = compiled(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
         optimizer.zero_grad()
@@ -64,10 +66,13 @@ def train(group, how, options, norm=False):
     return nn.utils.parameters_to_vector(module.parameters()).detach(), len(graphs), early
 
 
-def compare(group, how, options, norm):
-    expected, none, _ = train(group, "never", options, norm)
+def compare(group, how, communicates=False, **options):
+    def norm():
+        return SyncBatchNorm(WIDTH, process_group=group) if communicates else nn.Identity()
+
+    expected, none, _ = train(group, "never", norm(), **options)
     assert none == 0
-    found, graphs, early = train(group, how, options, norm)
+    found, graphs, early = train(group, how, norm(), **options)
     assert torch.equal(found, expected), (found - expected).abs().max()
     return graphs, early
 
@@ -75,21 +80,24 @@ def compare(group, how, options, norm):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["outside", "inside"])
 def test_trains_as_without_the_compiler_and_communicates_during_backward(how):
-    for graphs, early in run_ranks(compare, 2, how, {}, False, backend="host"):
+    for graphs, early in run_ranks(compare, 2, how, backend="host"):
         assert graphs == 2  # one would deliver all gradients at the end
         assert early
 
 
 @pytest.mark.full
 def test_with_other_options_and_layers_that_communicate():
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-    for graphs, _ in run_ranks(compare, 2, "outside", options, True, backend="host"):
+    for graphs, _ in run_ranks(compare_more, 2, backend="host"):
         assert graphs >= 2
+
+
+def compare_more(group):
+    return compare(group, "outside", True, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 def whole(group):
     with torch._dynamo.config.patch(optimize_ddp=False):
-        return compare(group, "outside", {}, False)
+        return compare(group, "outside")
 
 
 def test_the_whole_graph_is_right_too():
@@ -98,26 +106,11 @@ def test_the_whole_graph_is_right_too():
 
 def train_compiled(group, how):
     """Returns parameters after training with inductor, without a compiler, and whether it overlapped."""
-    states, early = [], []
-    for compiled in (True, False):
-        torch.manual_seed(0)
-        module = Net(nn.LayerNorm(WIDTH))
-        inner = torch.compile(module) if compiled and how == "inside" else module
-        model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.1)
-        if compiled and how == "outside":
-            model = torch.compile(model)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
-            optimizer.zero_grad()
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + group.rank()))
-            model(x).square().mean().backward()
-            optimizer.step()
-        data = model._get_ddp_logging_data()
-        early.append(data["backward_comm_time_start"] < data["backward_compute_time_end"])
-        states.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+    found, _, early = train(group, how, nn.LayerNorm(WIDTH), "inductor")
     from torch._dynamo.utils import counters
 
-    return *states, early[0], counters["inductor"]
+    counted = dict(counters["inductor"])
+    return found, train(group, "never", nn.LayerNorm(WIDTH))[0], early, counted
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from ddp_oracle import naive_average
+from ddp_oracle import data, same_pass
 from harness import current_store, run_ranks, run_world
 from torch import nn
 
@@ -27,10 +27,6 @@ from collectives.ddp.hooks.default_hooks import (
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def data(rank, seed=0):
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def gradients(module):
@@ -86,7 +82,10 @@ def with_numbered_hook(group, dtype, number, options):
 
 
 def without_communication(group):
-    ours = DistributedDataParallel(model(), process_group=group, broadcast_buffers=False)
+    """Leaves a layer out, which is found out without the other ranks as well."""
+    module = nn.ModuleDict({"used": model(), "unused": nn.Linear(1, 1)})
+    module.forward = module["used"].forward
+    ours = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
     ours.register_comm_hook(None, noop_hook)
     calls = []
     plain = group.issue
@@ -95,7 +94,8 @@ def without_communication(group):
     for step in range(2):
         ours.zero_grad()
         ours(data(group.rank(), step)).sum().backward()
-        found.append(gradients(ours))
+        found.append(gradients(module["used"]))
+    assert [p.grad for p in module["unused"].parameters()] == [None, None]
     return found, calls
 
 
@@ -169,11 +169,7 @@ def test_a_hook_may_exchange_messages_instead() -> None:
 def default_group(rank, size):
     ours = DistributedDataParallel(model())
     ours.register_comm_hook(None, allreduce_hook)
-    ours(data(rank)).sum().backward()
-    naive = model()
-    naive(data(rank)).sum().backward()
-    naive_average(naive.parameters(), ours.process_group)
-    return all(map(torch.equal, gradients(ours), gradients(naive)))
+    return same_pass(ours, model(), data(rank))
 
 
 def test_the_default_group_stands_in_for_none() -> None:
@@ -205,27 +201,46 @@ def bad_result(what, bucket):
     return done(value)
 
 
-def failing(group, what, at_fault):
-    """Returns the error of a hook that fails at first, and whether the next pass is good.
+def first_pass(group, act, raised=GradientSyncError):
+    """Runs a pass of which the hook acts on bucket 1 before it averages, or returns something else instead.
 
-    It averages in all cases, so that the ranks stay in step.
+    Returns the model and the error.
     """
     ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
     passes = []
 
     def hook(state, bucket):
-        if not passes and bucket.index() == 1 and group.rank() in at_fault:
-            if what != "raises":
-                allreduce_hook(group, bucket).wait()
-            return bad_result(what, bucket)
-        return allreduce_hook(group, bucket)
+        instead = act(bucket) if not passes and bucket.index() == 1 else None
+        return allreduce_hook(group, bucket) if instead is None else instead
 
     ours.register_comm_hook(None, hook)
-    with pytest.raises(GradientSyncError) as caught:
+    with pytest.raises(raised) as caught:
         ours(data(group.rank())).sum().backward()
-    untouched = all(map(torch.equal, gradients(ours), local_gradients(group.rank())))
     passes.append(1)
-    return str(caught.value), type(caught.value.__cause__).__name__, untouched, goes_on(ours, group)
+    return ours, caught.value
+
+
+def goes_on(ours, group):
+    """Returns whether the next pass averages."""
+    return same_pass(ours, model(), data(group.rank()))
+
+
+def failing(group, what, at_fault):
+    """Returns the error of a hook that fails at first, and whether the next pass is good.
+
+    It averages in all cases, so that the ranks stay in step.
+    """
+
+    def fail(bucket):
+        if group.rank() not in at_fault:
+            return None
+        if what != "raises":
+            allreduce_hook(group, bucket).wait()
+        return bad_result(what, bucket)
+
+    ours, error = first_pass(group, fail)
+    untouched = all(map(torch.equal, gradients(ours), local_gradients(group.rank())))
+    return str(error), type(error.__cause__).__name__, untouched, goes_on(ours, group)
 
 
 @pytest.mark.parametrize("at_fault", [(0, 1), (1,)], ids=["all", "one"])
@@ -261,29 +276,13 @@ def test_a_failing_hook_is_one_clear_error_on_all_ranks_and_training_goes_on(
 
 def out_of_step(group):
     """Hooks that send different things; returns the error, and whether the next pass is good."""
-    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
-    passes = []
 
-    def hook(state, bucket):
-        if not passes and bucket.index() == 1 and group.rank() == 1:
+    def send_more(bucket):
+        if group.rank() == 1:
             group.allreduce([torch.ones(3)]).wait()
-        return allreduce_hook(group, bucket)
 
-    ours.register_comm_hook(None, hook)
-    with pytest.raises(GradientSyncError) as caught:
-        ours(data(group.rank())).sum().backward()
-    passes.append(1)
-    return str(caught.value), goes_on(ours, group)
-
-
-def goes_on(ours, group):
-    """Returns whether the next pass averages."""
-    ours.zero_grad()
-    ours(data(group.rank())).sum().backward()
-    naive = model()
-    naive(data(group.rank())).sum().backward()
-    naive_average(naive.parameters(), group)
-    return all(map(torch.equal, gradients(ours), gradients(naive)))
+    ours, error = first_pass(group, send_more)
+    return str(error), goes_on(ours, group)
 
 
 def test_hooks_that_send_different_things_are_one_error_on_all_ranks() -> None:
@@ -296,22 +295,16 @@ def test_hooks_that_send_different_things_are_one_error_on_all_ranks() -> None:
 
 def interrupted(group, ends):
     """A handler of a signal raises in the hook of a rank, which goes on, or ends."""
-    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
-    passes = []
 
-    def hook(state, bucket):
-        if not passes and bucket.index() == 1 and group.rank() == 1:
+    def interrupt(bucket):
+        if group.rank() == 1:
             raise KeyboardInterrupt
-        return allreduce_hook(group, bucket)
 
-    ours.register_comm_hook(None, hook)
     kinds = {0: PeerLostError if ends else GradientSyncError, 1: KeyboardInterrupt}
-    with pytest.raises(kinds[group.rank()]) as caught:
-        ours(data(group.rank())).sum().backward()
-    passes.append(1)
+    ours, error = first_pass(group, interrupt, kinds[group.rank()])
     if ends and group.rank() == 1:
         os._exit(1)
-    return str(caught.value), ends or goes_on(ours, group)
+    return str(error), ends or goes_on(ours, group)
 
 
 def test_an_interrupted_hook_is_told_to_the_others_when_its_rank_goes_on() -> None:
@@ -330,22 +323,17 @@ def test_a_rank_that_ends_after_its_hook_failed_is_lost(backend) -> None:
 def cannot_be_renewed(rank, size):
     group = ProcessGroupHost(current_store(), rank, size)
     group._store = None  # as of a group that is made without one
-    ours = DistributedDataParallel(model(), process_group=group)
 
-    def hook(state, bucket):
+    def fail(bucket):
         if rank == 1:
             raise KeyError("in the hook")
-        return allreduce_hook(group, bucket)
 
-    ours.register_comm_hook(None, hook)
-    with pytest.raises(GradientSyncError) as caught:
-        ours(data(rank)).sum().backward()
-    return str(caught.value)
+    return str(first_pass(group, fail)[1])
 
 
 def test_a_group_that_cannot_be_connected_anew_is_one_error_on_all_ranks() -> None:
     for message in run_ranks(cannot_be_renewed, 2):
-        assert "hook failed on bucket 0 (" in message
+        assert "hook failed on bucket 1 (" in message
         assert "KeyError: 'in the hook'" in message
         assert "cannot be connected anew: it has no store; make a new group" in message
 

@@ -12,14 +12,8 @@ from torch import nn
 from uneven_inputs import SUM, Counter, batch, net
 
 from collectives import BroadcastOptions
-from collectives.ddp import (
-    DistributedDataParallel,
-    Join,
-)
-from collectives.ddp.hooks.debugging_hooks import noop_hook
-from collectives.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from collectives.ddp.hooks.quantization_hooks import quantization_pertensor_hook
+from collectives.ddp import DistributedDataParallel, Join, MixedPrecision
+from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 COUNTS = {"one early": [1, 4, 3], "none at all": [2, 0, 3], "last first": [3, 3, 1], "even": [2, 2, 2]}
 
@@ -178,47 +172,6 @@ def check_paths(paths, finals):
     assert not any(map(torch.equal, longest[1:], longest))
 
 
-def with_hook(group, name):
-    """A rank without inputs runs hooks as well, those with a state among them."""
-    hook, state = HOOKS[name](group)
-    torch.manual_seed(3)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 4)), process_group=group)
-    ddp.register_comm_hook(state, hook)
-    optimizer = sgd(ddp)
-    path = []
-    with ddp.join():
-        for step in range(3 + 2 * group.rank()):
-            optimizer.zero_grad()
-            x = torch.full((2, 12), float(group.rank() + step))
-            ddp(x).square().mean().mul(0.01).backward()
-            optimizer.step()
-            path.append(flat(ddp))
-    return path, flat(ddp)
-
-
-HOOKS = {
-    "fp16": lambda group: (fp16_compress_hook, group),
-    "8 bits": lambda group: (quantization_pertensor_hook, group),
-    "low rank": lambda group: (powerSGD_hook, PowerSGDState(group, start_powerSGD_iter=2)),
-    "noop": lambda _group: (noop_hook, None),
-}
-
-
-def with_hooks(group):
-    return {name: with_hook(group, name) for name in HOOKS}
-
-
-def test_ranks_without_inputs_run_hooks() -> None:
-    results = run_ranks(with_hooks, 3, backend="host")
-    for name in HOOKS:
-        paths, finals = zip(*(result[name] for result in results), strict=True)
-        if name == "noop":  # each rank goes its own way, and gets the last one's model
-            assert not torch.equal(paths[0][0], paths[1][0])
-            assert all(torch.equal(final, paths[2][-1]) for final in finals)
-        else:
-            check_paths(paths, finals)
-
-
 # ---- other ways of training ----------------------------------------------------------------------------
 
 
@@ -267,22 +220,26 @@ def two_models(group):
     return path, flat(one, two)
 
 
-def precise(group):
-    from collectives.ddp import MixedPrecision
+def walk(group, ddp, steps, after=lambda: None):
+    """Trains; returns the parameters after each step."""
+    optimizer = sgd(ddp)
+    path = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(batch(group, step)).float().square().sum().backward()
+        optimizer.step()
+        after()
+        path.append(flat(ddp))
+    return path
 
+
+def precise(group):
     ddp = DistributedDataParallel(
         net(), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16)
     )
-    optimizer = sgd(ddp)
-    path = []
     with ddp.join():
-        for step in range(1 + group.rank()):
-            optimizer.zero_grad()
-            ddp(batch(group, step)).float().square().sum().backward()
-            optimizer.step()
-            path.append(flat(ddp))
-    dtypes = {p.dtype for p in ddp.parameters()}
-    return (path, flat(ddp)), dtypes == {torch.float32}
+        path = walk(group, ddp, 1 + group.rank())
+    return (path, flat(ddp)), {p.dtype for p in ddp.parameters()} == {torch.float32}
 
 
 class Words(nn.Module):
@@ -362,15 +319,8 @@ def with_a_counter(group):
     """A joinable of the user beside a model: the first one announces whole iterations."""
     counter = Counter(group)
     ddp = DistributedDataParallel(net(), process_group=group)
-    optimizer = sgd(ddp)
-    path = []
     with Join([ddp, counter]):
-        for step in range(2 + group.rank()):
-            optimizer.zero_grad()
-            ddp(batch(group, step)).square().sum().backward()
-            optimizer.step()
-            counter()
-            path.append(flat(ddp))
+        path = walk(group, ddp, 2 + group.rank(), counter)
     return counter.total.item(), (path, flat(ddp))
 
 

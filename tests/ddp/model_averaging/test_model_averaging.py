@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import run_ranks, run_world
 from torch import nn
+from zero_training import batch, bits, net, train
 
 import collectives as dist
 from collectives.ddp import DistributedDataParallel
@@ -154,52 +155,28 @@ def test_hierarchical_averages_are_those_of_the_largest_period() -> None:
 # ---- PostLocalSGDOptimizer -----------------------------------------------------------------------------
 
 
-def net():
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def batch(rank, step):
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def bits(module):
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-
 def make(group, warmup=2):
     module = net()
     inner = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     return module, PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, warmup, group))
 
 
-def train(module, optimizer, rank, steps, first=0):
-    values = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        values.append(bits(module))
-    return values
-
-
 def local_sgd(group):
     """Equals steps on each rank by itself with a mean at steps 2, 4, 6; goes on so from a checkpoint."""
-    rank = group.rank()
     module, optimizer = make(group)
-    got = train(module, optimizer, rank, 7)
+    got = train(module, optimizer, group, 7)
     naive = net()
     inner = torch.optim.SGD(naive.parameters(), lr=0.05, momentum=0.9)
     expected = []
     for step in range(7):
-        train(naive, inner, rank, 1, step)
+        train(naive, inner, group, 1, step)
         if step >= 2 and step % 2 == 0:
             average_parameters(naive.parameters(), group)
         expected.append(bits(naive))
     assert all(map(torch.equal, got, expected))
 
     module, optimizer = make(group)
-    train(module, optimizer, rank, 3)
+    train(module, optimizer, group, 3)
     state = copy.deepcopy(optimizer.state_dict())
     assert state["step"] == 3
     _, other = make(group, warmup=2)
@@ -210,7 +187,7 @@ def local_sgd(group):
         warnings.simplefilter("error")
         other.load_state_dict(state)
     assert other.averager.step == 3
-    assert torch.equal(train(copied, other, rank, 4, 3)[-1], got[-1])
+    assert torch.equal(train(copied, other, group, 4, 3)[-1], got[-1])
     del state["step"]
     with pytest.warns(UserWarning, match="begins at step 0"):
         other.load_state_dict(state)
@@ -247,21 +224,15 @@ def options(group):
 def hooks_of_steps_and_states(group):
     module, optimizer = make(group)
     module(batch(group.rank(), 0)).square().mean().backward()
+    moments = [
+        f"{what}_{when}" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+    ]
     seen = []
-    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
-    for name in ("load_state_dict_pre", "load_state_dict_post"):
+    for name in moments:
         getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
-    ]
+    assert seen == moments
 
 
 def with_ddp(group):
@@ -270,7 +241,7 @@ def with_ddp(group):
     ddp = DistributedDataParallel(module, process_group=group)
     inner = torch.optim.SGD(ddp.parameters(), lr=0.05)
     optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, 0, group))
-    return train(ddp, optimizer, group.rank(), 4)[-1]
+    return train(ddp, optimizer, group, 4)[-1]
 
 
 def all_of_it(group):

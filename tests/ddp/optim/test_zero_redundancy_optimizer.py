@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import run_ranks, run_world
+from harness import run_ranks
 from torch import nn
 from zero_training import batch, bits, equal_states, groups_of, net, same, train
 
@@ -332,20 +332,3 @@ def refused(group):
 
 def test_wrong_use_is_refused_and_leaves_the_optimizer_usable() -> None:
     assert run_ranks(refused, 2, backend="host") == [1, 1]
-
-
-def in_world(rank, size):
-    """The example of the documentation, over the default group."""
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)]))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
-    inputs = [torch.full((1, 20), float(rank)) for _ in range(3 + rank)]
-    with Join([model, optimizer]):
-        for x in inputs:
-            model(x).sum().backward()
-            optimizer.step()
-    return bits(model)
-
-
-def test_the_documented_example() -> None:
-    first, second = run_world(in_world, 2)
-    assert torch.equal(first, second)

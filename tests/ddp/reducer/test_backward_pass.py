@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 
@@ -13,6 +14,7 @@ from ddp_oracle import (
     data,
     equal,
     grads,
+    in_place_from,
     naive_average,
     naive_broadcast,
     pair,
@@ -300,25 +302,21 @@ def test_backward_that_records_a_graph(view) -> None:
 
 def hooks_of_the_user(group, view, in_place):
     """Clips each gradient as it comes, by hooks registered before and after wrapping."""
-    from collectives.ddp.reducer import buckets
+    naive = Chain()
+    torch.manual_seed(5)
+    module = Chain()
+    naive.load_state_dict(module.state_dict())
 
-    before = buckets.IN_PLACE_BYTES
-    buckets.IN_PLACE_BYTES = 0 if in_place else before
-    try:
-        naive = Chain()
-        torch.manual_seed(5)
-        module = Chain()
-        naive.load_state_dict(module.state_dict())
+    def clip(parameter):
+        parameter.grad.clamp_(-0.1, 0.1)
 
-        def clip(parameter):
-            parameter.grad.clamp_(-0.1, 0.1)
+    def double(parameter):
+        parameter.grad.mul_(2)
 
-        def double(parameter):
-            parameter.grad.mul_(2)
-
-        for model in (module, naive):
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(clip)
+    for model in (module, naive):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clip)
+    with in_place_from(0) if in_place else contextlib.nullcontext():
         ours = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=0, gradient_as_bucket_view=view
         )
@@ -326,8 +324,6 @@ def hooks_of_the_user(group, view, in_place):
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(double)
         return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
-    finally:
-        buckets.IN_PLACE_BYTES = before
 
 
 @VIEWS

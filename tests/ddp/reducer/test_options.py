@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 
 import pytest
 import torch
-from ddp_oracle import AVERAGE, Launches, Layers, naive_average, same_gradients
+from ddp_oracle import AVERAGE, Launches, Layers, follow, in_place_from, naive_average, same_gradients
 from harness import run_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import allreduce_hook
-from collectives.ddp.reducer import buckets
 
 data = Layers.inputs
 
@@ -27,34 +25,18 @@ data = Layers.inputs
 
 def skipping(group, plan, options):
     ours = DistributedDataParallel(
-        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True, **options
+        Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
     )
-    naive = Layers()
-    sent = Launches(group)
-    wrong, numbers = [], []
-    for step, layers in enumerate(plan):
-        run = layers[group.rank()]
-        x = data(group.rank(), step)
-        sent.sizes.clear()
-        if run.startswith("-"):
-            with ours.no_sync():
-                ours(x, run[1:]).sum().backward()
-            naive(x, run[1:]).sum().backward()
-            continue
-        ours(x, run).sum().backward()
-        numbers.append(len([size for size in sent.sizes if size > 1]))
-        naive(x, run).sum().backward()
-        naive_average(naive.parameters(), group)
-        wrong += same_gradients(ours.module, naive)
-    return wrong, numbers
+    return follow(ours, Layers(), plan, Launches(group))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
     """Section 6.2.2 of the paper. One message tells what the ranks can reach, eight are the gradients."""
     plan = [("0123", "0123"), ("03", "03"), ("01", "13"), ("-2", "-0"), ("0", "0"), ("0123", "123")]
-    for wrong, numbers in run_ranks(skipping, 2, plan, options, backend="host"):
-        assert wrong == []
+    for wrong, sent in run_ranks(skipping, 2, plan, {**options, "bucket_cap_mb": 0}, backend="host"):
+        assert not any(wrong)
+        numbers = [sum(size > 1 for size in sizes) for sizes in sent]
         # the first pass is followed by an agreement on the order; a tail without gradients is a message, too
         assert numbers[0] == 9
         assert numbers[1] in (1 + 1 + 4, 1 + 1 + 4 + 1)
@@ -63,31 +45,9 @@ def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
         assert numbers[4] == 9
 
 
-def dropping(group, plan, options):
-    """All layers lie in one bucket; returns how many elements of gradients each pass sends."""
-    before = buckets.IN_PLACE_BYTES
-    buckets.IN_PLACE_BYTES = 0
-    try:
-        ours = DistributedDataParallel(
-            Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
-        )
-        naive = Layers()
-        sent = Launches(group)
-        wrong, elements = [], []
-        for step, layers in enumerate(plan):
-            run = layers[group.rank()]
-            x = data(group.rank(), step)
-            sent.sizes.clear()
-            naive(x, run.strip("-")).sum().backward()
-            with ours.no_sync() if run.startswith("-") else contextlib.nullcontext():
-                ours(x, run.strip("-")).sum().backward()
-            if not run.startswith("-"):
-                elements.append(sum(sent.sizes))
-                naive_average(naive.parameters(), group)
-                wrong += same_gradients(ours.module, naive)
-    finally:
-        buckets.IN_PLACE_BYTES = before
-    return wrong, elements
+@in_place_from(0)
+def skipping_in_place(group, plan, options):
+    return skipping(group, plan, options)
 
 
 @pytest.mark.parametrize(
@@ -98,38 +58,31 @@ def test_layers_that_all_ranks_drop_are_left_out_of_a_bucket(options) -> None:
     everything = ("0123", "0123")
     plan = [everything, everything, everything, ("03", "03"), ("01", "13"), ("-2", "-0"), ("0", "0"),
             ("3", "3"), everything]  # fmt: skip
-    for wrong, elements in run_ranks(dropping, 2, plan, options, backend="host"):
-        assert wrong == []
+    for wrong, sent in run_ranks(skipping_in_place, 2, plan, options, backend="host"):
+        assert not any(wrong)
+        elements = list(map(sum, sent))
         whole = elements[2]
         assert [whole - number for number in elements[2:]] == [12 * n for n in (0, 2, 1, 2, 3, 0)]
 
 
+@in_place_from(0)
 def breaking(group, options):
     """Rank 1's backward breaks off in a pass that leaves layers out; the pass after it is whole."""
-    before = buckets.IN_PLACE_BYTES
-    buckets.IN_PLACE_BYTES = 0
-    try:
-        ours = DistributedDataParallel(
-            Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
-        )
-        for step in range(2):
-            ours(data(group.rank(), step), "03").sum().backward()
-        out = ours(data(group.rank(), 2), "03")
-        if group.rank() == 1:
-            broken = out.grad_fn.register_prehook(fail)
-        with pytest.raises(GradientSyncError if group.rank() == 0 else ZeroDivisionError) as caught:
-            out.sum().backward()
-        if group.rank() == 1:
-            broken.remove()
-        ours.zero_grad()
-        naive = Layers()
-        for model in (ours, naive):
-            model(data(group.rank(), 3), "03").sum().backward()
-        naive_average(naive.parameters(), group)
-    finally:
-        buckets.IN_PLACE_BYTES = before
-    reasons = getattr(caught.value, "reasons", {})
-    return same_gradients(ours.module, naive), list(reasons)
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
+    )
+    for step in range(2):
+        ours(data(group.rank(), step), "03").sum().backward()
+    out = ours(data(group.rank(), 2), "03")
+    if group.rank() == 1:
+        broken = out.grad_fn.register_prehook(fail)
+    with pytest.raises(GradientSyncError if group.rank() == 0 else ZeroDivisionError) as caught:
+        out.sum().backward()
+    if group.rank() == 1:
+        broken.remove()
+    ours.zero_grad()
+    wrong, _ = follow(ours, Layers(), [("03", "03")])
+    return wrong, list(getattr(caught.value, "reasons", {}))
 
 
 def fail(_):
@@ -139,7 +92,7 @@ def fail(_):
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_a_pass_that_breaks_off_where_layers_are_left_out(options) -> None:
     (wrong, reasons), (wrong_there, _) = run_ranks(breaking, 2, options, backend="host")
-    assert wrong == wrong_there == []
+    assert wrong == wrong_there == [[]]
     assert reasons == [1]
 
 
@@ -198,8 +151,10 @@ def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skip
 
 def test_a_static_graph_skips_without_looking() -> None:
     plan = [("013", "03")] * 3
-    for wrong, numbers in run_ranks(skipping, 2, plan, {"static_graph": True}, backend="host"):
-        assert wrong == []
+    options = {"static_graph": True, "bucket_cap_mb": 0}
+    for wrong, sent in run_ranks(skipping, 2, plan, options, backend="host"):
+        assert not any(wrong)
+        numbers = [sum(size > 1 for size in sizes) for sizes in sent]
         assert numbers[0] == 8
         assert numbers[2] in (6, 7)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import itertools
 import random
 
@@ -13,6 +13,7 @@ from ddp_oracle import (
     Zoo,
     data,
     differences,
+    in_place_from,
     naive_average,
     naive_broadcast,
     pair,
@@ -76,8 +77,6 @@ def train(group, wrap, micro_batches, set_to_none, skips):
 
 
 def train_naively(group, micro_batches, set_to_none, skips):
-    import contextlib
-
     synchronised = [True]
 
     def wrap(module):
@@ -119,21 +118,7 @@ def train_with(group, micro_batches, set_to_none, skips, hook, delayed, in_place
     return states
 
 
-def restoring(function):
-    """Returns ``function`` such that the ranks, which serve many tests, keep no setting of it."""
-
-    @functools.wraps(function)
-    def run(*args):
-        before = buckets.IN_PLACE_BYTES
-        try:
-            return function(*args)
-        finally:
-            buckets.IN_PLACE_BYTES = before
-
-    return run
-
-
-@restoring
+@in_place_from(buckets.IN_PLACE_BYTES)  # which combinations change
 def compare(group, chosen, exact):
     """Returns what was not equal to the naive solution, for each combination."""
     references = {}

@@ -6,8 +6,9 @@ gradients one by one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 
 from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
 from collectives.core.operations import ALL_REDUCE
-from collectives.ddp import DistributedDataParallel
+from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp.reducer import buckets
 
 AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
 
@@ -138,6 +140,15 @@ def same_pass(ours, naive, *inputs):
     return same_averages(ours, naive)
 
 
+def told(loss):
+    """Runs a backward pass; returns what all ranks are told of it, nothing where it went well."""
+    try:
+        loss.backward()
+    except GradientSyncError as error:
+        return str(error)
+    return ""
+
+
 def pair(group, make=None, **options):
     """Returns a module to train with ours and an equal one to train naively."""
     torch.manual_seed(5)
@@ -180,25 +191,17 @@ class Chain(nn.Module):
         return x
 
 
-def averages(model, group, seed=0):
+def averages(model, group):
     """Returns whether a pass leaves the averages in ``.grad``."""
-    module = model.module
-    naive = copy.deepcopy(module)
-    for each in (model, naive):
-        each.zero_grad()
-        each(torch.randn(2, 2, generator=torch.Generator().manual_seed(seed + group.rank()))).sum().backward()
-    naive_average(naive.parameters(), group)
-    return all(
-        torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), naive.parameters(), strict=True)
-    )
+    x = torch.randn(2, 2, generator=torch.Generator().manual_seed(group.rank()))
+    return same_pass(model, copy.deepcopy(model.module), x)
 
 
 def same_gradients(ours, theirs, equal=torch.equal):
     """Returns the names of the gradients that differ."""
     return [
         name
-        for (name, p), q in zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
-        for q in [q[1]]
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True)
         if (p.grad is None) != (q.grad is None) or (p.grad is not None and not equal(p.grad, q.grad))
     ]
 
@@ -221,3 +224,42 @@ class Launches:
             return work
 
         group.allreduce, group.fast_collective = noted, noted_fast
+
+
+@contextlib.contextmanager
+def in_place_from(nbytes: int) -> Iterator[None]:
+    """Context, or decorator, in which gradients of so many bytes or more are reduced in place."""
+    before, buckets.IN_PLACE_BYTES = buckets.IN_PLACE_BYTES, nbytes
+    try:
+        yield
+    finally:
+        buckets.IN_PLACE_BYTES = before
+
+
+def follow(ours, naive, plan, sent=None):
+    """Follows a plan of passes of :class:`Layers`, against the naive solution.
+
+    Args:
+        ours: the wrapped layers.
+        naive: their twin.
+        plan: for each pass the layers to run, by rank; after a "-" under ``no_sync``.
+        sent: notes what ours all-reduces.
+
+    Returns:
+        For each synchronised pass the gradients that differ, and the sizes that were all-reduced in it.
+    """
+    group = ours.process_group
+    wrong, sizes = [], []
+    for step, layers in enumerate(plan):
+        run = layers[group.rank()]
+        x = Layers.inputs(group.rank(), step)
+        if sent is not None:
+            sent.sizes.clear()
+        with ours.no_sync() if run.startswith("-") else contextlib.nullcontext():
+            ours(x, run.strip("-")).sum().backward()
+        naive(x, run.strip("-")).sum().backward()
+        if not run.startswith("-"):
+            sizes.append([] if sent is None else list(sent.sizes))
+            naive_average(naive.parameters(), group)
+            wrong.append(same_gradients(ours.module, naive))
+    return wrong, sizes
