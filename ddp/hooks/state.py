@@ -271,7 +271,11 @@ class FeedbackState(HookState):
         return dict(self._views)
 
     def keys_of(self, bucket: GradBucket) -> tuple[str, ...]:
-        """Returns the keys of a bucket's parameters, in order."""
+        """Returns the keys of a bucket's parameters, in order.
+
+        Args:
+            bucket: the bucket.
+        """
         if not is_torch_bucket(bucket):
             return tuple(bucket.names())
         for parameter in bucket.parameters():
@@ -284,6 +288,12 @@ class FeedbackState(HookState):
         """Returns the error of a bucket, at first zeros; the caller writes the next one there.
 
         Errors move with their parameters where the buckets are laid out again.
+
+        Args:
+            bucket: the bucket.
+
+        Returns:
+            A flat tensor, ``None`` where errors are not kept.
 
         Raises:
             ValueError: a parameter has another size than the error that is kept for it.

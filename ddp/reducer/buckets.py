@@ -103,7 +103,8 @@ def agree_on_order(group: ProcessGroup, trace: Sequence[int], device: torch.devi
         trace: this rank's trace.
         device: device of tensors that the group takes.
     """
-    sums = torch.tensor(trace, dtype=torch.int64).argsort().to(device)  # the place of each index
+    places = torch.tensor(trace, dtype=torch.int64).argsort().tolist()  # of each index
+    sums = torch.tensor(places, dtype=torch.int64, device=device)
     group.allreduce([sums], _SUM).wait()
     total = group.to_host(sums).tolist()
     return sorted(range(len(trace)), key=lambda index: (total[index], -index))

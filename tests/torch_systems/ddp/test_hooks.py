@@ -51,7 +51,7 @@ def keeps_errors(rank, size):
         assert len(before) == len(SHAPES)
         given = random_gradients(SHAPES, rank, step)
         result = averaged(model, given)
-        numbers = {name: f"parameter {state.keys._number(p)}" for name, p in model.module.named_parameters()}
+        numbers = {name: f"parameter {state._numbers[p]}" for name, p in model.module.named_parameters()}
         assert sorted(numbers.values()) == sorted(before)
         for name in ("a", "b", "c"):
             key = numbers[name]
