@@ -1,4 +1,4 @@
-"""What several backends need: operations in messages, memory of tensors, process records, exit reasons.
+"""What several backends need: operations in messages, memory of tensors, the health of groups, exit reasons.
 
 Not here: anything that only one backend uses.
 """

@@ -12,8 +12,6 @@ import collectives._native as _native
 from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.types import ReduceOp
 
-__all__ = ["REDUCTIONS", "kernel_factor"]
-
 _OPS = (
     ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
     ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM,

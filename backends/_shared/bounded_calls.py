@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from collectives.errors import DistBackendError
 from collectives.threads import start_thread
 
-__all__ = ["BoundedCalls"]
-
 _T = TypeVar("_T")
 
 _LOOK_SECONDS = 0.25
+
+
+class NoAnswer(TimeoutError):  # noqa: N818 - no error of the call
+    """A call has not returned in time."""
 
 
 class BoundedCalls:
@@ -44,7 +46,7 @@ class BoundedCalls:
             look: called now and then while this one is waited for; an exception ends the wait.
 
         Raises:
-            TimeoutError: it has not returned in that time, or an earlier one still has not.
+            NoAnswer: it has not returned in that time, or an earlier one still has not.
         """
         with self._lock:
             return self._call(function, seconds, look)
@@ -52,7 +54,7 @@ class BoundedCalls:
     def _call(self, function: Callable[[], _T], seconds: float, look: Callable[[], object] | None) -> _T:
         latest = self._latest
         if latest is not None and not wait_for([latest], timeout=seconds).done:
-            raise TimeoutError(f"an earlier call of {self._name} has not returned")
+            raise NoAnswer(f"an earlier call of {self._name} has not returned")
         made: Future[_T] = Future()
 
         def call() -> None:
@@ -64,13 +66,13 @@ class BoundedCalls:
         try:
             start_thread(call, self._name)
         except DistBackendError as error:  # at the interpreter's end no thread begins
-            raise TimeoutError(str(error)) from error
+            raise NoAnswer(str(error)) from error
         self._latest = made
         end = time.monotonic() + seconds
         pause = seconds if look is None else min(_LOOK_SECONDS, seconds)
         while not wait_for([made], timeout=pause).done:
             if (left := end - time.monotonic()) <= 0:
-                raise TimeoutError(f"a call of {self._name} has not returned within {seconds:g} s")
+                raise NoAnswer(f"a call of {self._name} has not returned within {seconds:g} s")
             if look is not None:
                 look()
                 pause = min(_LOOK_SECONDS, left)

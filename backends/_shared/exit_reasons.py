@@ -1,7 +1,7 @@
 """Exit reasons: why a rank left a group, as it publishes in the store, and the errors that other ranks raise.
 
 For backends whose library tells one rank nothing of another's end
-(:mod:`collectives.backends._shared.process_records`). A reason is an error, whose text says what the rank
+(:mod:`collectives.backends._shared.health`). A reason is an error, whose text says what the rank
 did; ``None`` stands for a rank that shut the group down in order.
 """
 
@@ -18,19 +18,6 @@ from collectives.errors import (
     PeerLostError,
     ranks_in_words,
 )
-
-__all__ = [
-    "Departure",
-    "abort_cause",
-    "abort_reason",
-    "aborted_by",
-    "blamed",
-    "departure_of",
-    "exception_behind",
-    "limit_reason",
-    "refuse_broken",
-    "stopped_by",
-]
 
 
 class Departure(NamedTuple):
@@ -63,12 +50,6 @@ def exception_behind() -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def abort_cause() -> str:
-    """Returns for what this rank aborts: :func:`exception_behind`, or that its program has ended."""
-    ended = not threading.main_thread().is_alive()  # as after sys.exit, of which nothing else is left
-    return exception_behind() or ("the end of its program" if ended else "")
-
-
 def aborted_by(where: str, rank: int) -> tuple[GroupAbortedError, GroupAbortedError]:
     """Returns what breaks the group for this rank, which aborts, and its exit reason.
 
@@ -88,7 +69,8 @@ def abort_reason(does: str, rank: int) -> GroupAbortedError:
         does: what it does, in words.
         rank: this rank.
     """
-    behind = abort_cause()
+    ended = not threading.main_thread().is_alive()  # as after sys.exit, of which nothing else is left
+    behind = exception_behind() or ("the end of its program" if ended else "")
     cause = DistError(behind, rank) if behind else None
     return GroupAbortedError(does + (behind and f", after {behind}"), rank, cause=cause)
 

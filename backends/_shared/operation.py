@@ -13,9 +13,6 @@ import torch
 from collectives.core.operations import Call
 from collectives.core.recording.flight_record import FlightRecord, RecordedOperation
 
-__all__ = ["Operation", "Operations"]
-
-
 _MESSAGES = frozenset({"send", "recv"})
 _NEEDS_ALL = ("all_", "barrier", "reduce_scatter")
 
@@ -31,22 +28,11 @@ class Operation:
         timeout: its time limit.
         detail: what else tells it apart, such as the reduction or the peer.
         outputs: the results of its Work, where that takes them from here.
-        origin: what numbered it.
     """
 
     __slots__ = (
-        "_count",
-        "_dtype",
-        "_nbytes",
-        "_record",
-        "_shape",
-        "detail",
-        "name",
-        "number",
-        "origin",
-        "outputs",
-        "timeout",
-    )
+        "_count", "_dtype", "_nbytes", "_record", "_shape", "detail", "name", "number", "outputs", "timeout",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,10 +43,8 @@ class Operation:
         timeout: timedelta,
         detail: str = "",
         outputs: Sequence[torch.Tensor] = (),
-        origin: Operations | None = None,
     ) -> None:
         self._record = record
-        self.origin = origin
         self.name = name
         self.number = number
         self.timeout = timeout
@@ -158,4 +142,4 @@ class Operations:
             shown: the tensors that messages describe, where they are not the outputs.
         """
         number = next(self.messages if name in _MESSAGES else self.collectives)
-        return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs, self)
+        return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs)

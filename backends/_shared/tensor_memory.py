@@ -9,8 +9,6 @@ import torch
 
 from collectives.core.native_dtypes import element_bytes, elements_per_byte, native_count
 
-__all__ = ["Part", "as_bytes", "byte_count", "byte_splits", "equal_parts", "part_of", "split_parts"]
-
 
 class Part(NamedTuple):
     """Memory by address and number of bytes."""

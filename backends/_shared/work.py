@@ -18,12 +18,10 @@ from collectives.core.recording.flight_record import Recorded
 from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["OperationWork"]
-
 
 class _Owner(Protocol):
-    def where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
+    where: str
+    """Rank and group, to stand in front of a message."""
 
 
 class OperationWork(Work):
@@ -90,6 +88,6 @@ class OperationWork(Work):
     def _not_done(self, limit: float) -> CollectiveTimeoutError:
         """Returns the error of a wait whose own limit, in seconds, has passed."""
         return CollectiveTimeoutError(
-            f"{self._owner.where()} {self.operation}: not done after wait({limit:g} s); it goes on",
+            f"{self._owner.where} {self.operation}: not done after wait({limit:g} s); it goes on",
             **self.operation.about,
         )

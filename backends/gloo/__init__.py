@@ -6,12 +6,7 @@ itself, which torch has compiled in.
 
 from __future__ import annotations
 
-from collectives.backends.gloo.group import (
-    ProcessGroupGloo,
-    capabilities,
-    create,
-    option_names,
-    unavailable,
-)
+from collectives.backends.gloo.connections import option_names
+from collectives.backends.gloo.group import ProcessGroupGloo, capabilities, create, unavailable
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]

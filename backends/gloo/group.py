@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import operator
-import re
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,28 +13,11 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
-from collectives.backends._shared.exit_reasons import (
-    aborted_by,
-    blamed,
-    departure_of,
-    limit_reason,
-    refuse_broken,
-    stopped_by,
-)
+from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation, Operations
-from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
-from collectives.backends.gloo.messages import Messages
-from collectives.backends.gloo.options import gloo_options, option_names
+from collectives.backends.gloo.connections import Connections
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
-from collectives.backends.gloo.rendezvous import connect, delete_keys_of
-from collectives.backends.gloo.torch_group import (
-    TIMED_OUT,
-    TorchGroup,
-    all_gather_single,
-    all_to_all_single,
-    break_connections,
-)
 from collectives.backends.gloo.work import CollectiveGlooWork, begin
 from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
@@ -56,12 +36,7 @@ from collectives.core.operations import (
 )
 from collectives.core.operations import Operation as CollectiveOperation
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
-from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
-from collectives.store import PrefixStore
-
-__all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu", "cuda"}), reductions=REDUCTIONS)
 
@@ -75,7 +50,9 @@ _MOVES: dict[CollectiveOperation, tuple[Any, Callable[..., Any]]] = {
     ),
     ALL_GATHER_INTO_TENSOR: (
         c10d.AllgatherOptions,
-        lambda inner, out, given, record: all_gather_single(inner)(*out, *given, record),
+        lambda inner, out, given, record: _either(inner, "all_gather_single", "_allgather_base")(
+            *out, *given, record
+        ),
     ),
     GATHER: (
         c10d.GatherOptions,
@@ -91,15 +68,6 @@ _MOVES: dict[CollectiveOperation, tuple[Any, Callable[..., Any]]] = {
 
 _PARTS_MAY_DIFFER = {ALL_REDUCE_COALESCED, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER, REDUCE_SCATTER}
 """Collectives of which a rank cannot tell by one tensor whether there is anything to move."""
-
-
-_DISCONNECTED = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
-)
-"""Matches Gloo's messages about a connection that broke."""
-
-_OWN_END = "Application timeout caused pair closure"
-"""Part of Gloo's message where this rank closed the connections, because a limit passed."""
 
 
 def unavailable() -> str | None:
@@ -136,7 +104,7 @@ def create(options: GroupOptions) -> ProcessGroupGloo:
     return ProcessGroupGloo(options)
 
 
-class ProcessGroupGloo(ProcessGroup):
+class ProcessGroupGloo(MonitoredGroup):
     """A group over torch's Gloo: TCP connections between all ranks, on one machine too.
 
     What Gloo lacks is made from what it has: every data type can be moved (as bytes) and reduced (in a wider
@@ -170,26 +138,17 @@ class ProcessGroupGloo(ProcessGroup):
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
     _is_recorded = True
 
+    _health: Connections
+
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(**options.membership())
         self._made_of = options
-        self._breaking = threading.RLock()
         self._connect(options.store)
 
     def _connect(self, store: Any) -> None:
         options = replace(self._made_of, store=store, timeout=self._timeout)
-        chosen = gloo_options(options)
-        self._threads: int = chosen._threads
-        self._contexts = max(1, len(chosen._devices))
-        liveness = self._liveness = Liveness(PrefixStore("liveness", store), self._rank, self._size)
-        lost_ranks = partial(liveness.lost_ranks, None)
-        self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where(), lost_ranks))
-        self._delete_keys = partial(delete_keys_of, store, self._size, self._contexts)
-        self._liveness.read_records()
+        self._health = Connections(options, self.where())
         self._operations = Operations(self.flight_record)
-        self._messages = Messages(self, self._rank, self._size)
-        self._cause: DistError | None = None
-        self._ended = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -201,7 +160,7 @@ class ProcessGroupGloo(ProcessGroup):
         return "gloo"
 
     def _settings(self) -> dict[str, int]:
-        return {"gloo_num_threads": self._threads}
+        return {"gloo_num_threads": self._health.threads}
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
@@ -315,185 +274,50 @@ class ProcessGroupGloo(ProcessGroup):
             call,
             self._operation(call),
             record,
-            lambda inner: all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
+            lambda inner: _either(inner, "all_to_all_single", "alltoall_base")(
+                received, sent, received_splits, sent_splits, record
+            ),
         )
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         operation = self._operations("send", [], self._timeout, f"to rank {dst}, tag {tag}", [tensor])
-        return self._messages.send(operation, tensor, dst, tag)
+        return self._health.messages.send(operation, tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
         operation = self._operations("recv", [tensor], self._timeout, f"from {peer}, tag {tag}")
-        return self._messages.receive(operation, tensor, src, tag)
+        return self._health.messages.receive(operation, tensor, src, tag)
 
-    # ---- start and failure ---------------------------------------------------------------------------------
+    # ---- start and end -------------------------------------------------------------------------------------
 
     def _operation(self, call: Call) -> Operation:
         return self._operations.of(call, self._timeout)
 
-    def check_usable(self, operation: Operation) -> Any:
-        """Returns torch's group.
-
-        Args:
-            operation: what is to be done, for messages.
-
-        Raises:
-            DistBackendError: this group is broken or has ended; the class is that of the first cause.
-        """
-        inner = self._torch.inner
-        cause = self._cause
-        if cause is not None:
-            refuse_broken(f"{self.where()} {operation}:", cause, self._ended)
-        if inner is None:
-            raise GroupAbortedError(f"{self.where()} {operation}: the group was shut down")
-        return inner
-
     def _start(
         self, call: Call, operation: Operation, record: Any, issue: Callable[[Any], Any]
     ) -> CollectiveGlooWork:
-        inner = self.check_usable(operation)
+        connections = self._health
+        inner = connections.check_usable(operation)
         record.timeout = max(operation.timeout, timedelta(milliseconds=1))
-        started, recorded = begin(self, operation, lambda: issue(inner))
-        work = CollectiveGlooWork(self, started, operation, recorded)
+        started, recorded = begin(connections, operation, lambda: issue(inner))
+        work = CollectiveGlooWork(connections, started, operation, recorded)
         if call.async_op:
             work.watch()
         return work
 
-    def failed(self, operation: Operation, error: Exception) -> DistError:
-        """Returns what to raise for an error of Gloo; the first one breaks the group.
-
-        Args:
-            operation: what failed.
-            error: what Gloo raised.
-        """
-        broken = self._cause is not None
-        found = self._error_of(operation, error)
-        if not broken and self._cause is not None:
-            self._messages.abort(self._cause)  # runs callbacks of users, hence without the lock
-        return found
-
-    def _error_of(self, operation: Operation, error: Exception) -> DistError:
-        text = str(error)
-        what = f"{self.where()} {operation}:"
-        if self._cause is None:
-            with self._breaking:
-                if self._cause is None and operation.origin is not self._operations:
-                    anew = f"{what} did not finish before the group was connected anew"
-                    return GroupAbortedError(anew, **operation.about)
-                if self._cause is None:
-                    return self._break_by(operation, what, text)
-        # Without the lock: torch's group may be going just now, which waits for the thread that calls this.
-        # Without a GIL it goes on the thread that made it, at any time, with whatever that thread has locked.
-        if TIMED_OUT.search(text):
-            return _limit_passed(what, operation)
-        return stopped_by(what, self._cause)
-
-    def _break_by(self, operation: Operation, what: str, text: str) -> DistError:
-        """Returns the error for what Gloo says first; passed limits and lost connections break the group."""
-        if TIMED_OUT.search(text):
-            expired = _limit_passed(what, operation)
-            self._break(expired, limit_reason(expired))
-            return expired
-        if _OWN_END in text:
-            other = "another operation of the group passed its limit"
-            return GroupAbortedError(f"{what} did not finish, because {other}", **operation.about)
-        if not _DISCONNECTED.search(text):
-            return DistBackendError(f"{what} Gloo failed: {text}", **operation.about)
-        self._break_connections()
-        if (found := self._liveness.find_lost()) is not None:
-            self._liveness.publish_lost(found)
-        untold = "; Gloo does not tell which" if found is None else ""
-        # without the source location in front of Gloo's message and the advice after it
-        told = re.sub(r"^\[[^\]]*\]\s*", "", text).split(". ")[0].strip()
-        broken = blamed(what, found, operation.about, f"{untold} ({told})")
-        self._break(broken)
-        return broken
-
-    def _break(self, cause: DistError, exit_reason: DistError | None = None) -> None:
-        """Ends all operations between ranks, here and on the peers, and refuses later ones."""
-        self._cause = cause
-        if exit_reason is not None:
-            self._liveness.publish_exit(exit_reason)
-        self._break_connections()
-
-    def _first_cause(self) -> DistError | None:
-        return self._cause
-
-    def _break_for(self, cause: DistError) -> None:
-        with self._breaking:
-            if self._cause is not None or self._ended:
-                return
-            if (found := departure_of(cause, self._rank)) is not None:
-                self._liveness.publish_lost(found)
-            self._break(cause)
-        self._messages.abort(cause)
-
-    def _break_connections(self) -> None:
-        inner = self._torch.inner
-        if inner is not None:
-            break_connections(inner, self._rank, self._size, self._contexts)
-
-    # ---- life ----------------------------------------------------------------------------------------------
-
-    def _leave_to_parent(self) -> None:
-        super()._leave_to_parent()
-        self._torch.leave()
-
-    def lost_ranks(self) -> list[int]:
-        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
-        return self._liveness.lost_ranks(self._cause)
-
-    def refuse_in_child(self, operation: Operation) -> None:
-        """Raises where this is a child that was forked after the operation was issued.
-
-        Args:
-            operation: what the child waits for.
-
-        Raises:
-            GroupAbortedError: it is.
-        """
-        if self._inherited:
-            raise GroupAbortedError(f"{self.where()} {operation}: {belongs_to_parent('the group')}")
-
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
-        with self._breaking:
-            if self._ended:
-                return
-            self._ended = True
-            cause = self._cause
-            if cause is None:
-                cause, reason = aborted_by(self.where(), self._rank)
-                self._break(cause, reason)
-        self._messages.abort(cause)
-        self._release()
+        if self._health.abort():
+            self._health.release()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then closes the connections."""
-        self._messages.wait_until_done()
-        with self._breaking:
-            if self._ended:
-                return
-            self._ended = True
-            if self._cause is None:
-                self._liveness.publish_exit(None)
-        self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
-        self._release()
-
-    def _release(self) -> None:
-        """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
-        self._messages.release()
-        self._torch.release()
-        self._liveness.leave(self._delete_keys)
+        self._health.shutdown()
 
 
-def _limit_passed(what: str, operation: Operation) -> CollectiveTimeoutError:
-    """Returns the error of an operation, named by ``what`` with rank and group, that passed its limit."""
-    return CollectiveTimeoutError(
-        f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not tell which "
-        "rank is missing; monitored_barrier() in front of it names the rank",
-        **operation.about,
-    )
+def _either(inner: Any, new: str, old: str) -> Callable[..., Any]:
+    """Returns a method under the name of newer releases of torch, or of older ones."""
+    found: Callable[..., Any] = getattr(inner, new, None) or getattr(inner, old)
+    return found

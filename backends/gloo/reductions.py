@@ -15,8 +15,6 @@ import torch.distributed as torch_distributed
 
 from collectives.core.types import ReduceOp
 
-__all__ = ["REDUCTIONS", "WireConversion", "reduction_for"]
-
 _ARITHMETIC = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _BITWISE = frozenset({"BAND", "BOR", "BXOR"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -17,14 +17,6 @@ import torch
 from collectives.backends._shared.tensor_memory import Part, as_bytes
 from collectives.backends.mpi.libmpi import Library
 
-__all__ = [
-    "VARIABLE",
-    "copy_own",
-    "on_device",
-    "synchronize_streams",
-    "why_no_cuda",
-]
-
 VARIABLE = "COLLECTIVES_MPI_CUDA"
 
 _WORDS = {"1": True, "0": False, "": None}

@@ -11,7 +11,6 @@ published in the group's store, and whether processes have ended.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import os
 import threading
@@ -25,37 +24,18 @@ import torch
 from torch.futures import Future
 
 import collectives._native as _native
-from collectives.backends._shared.exit_reasons import (
-    Departure,
-    abort_reason,
-    aborted_by,
-    blamed,
-    departure_of,
-    limit_reason,
-    refuse_broken,
-    stopped_by,
-)
+from collectives.backends._shared.exit_reasons import Departure, abort_reason, blamed
+from collectives.backends._shared.health import Health
 from collectives.backends._shared.operation import Operation
-from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import byte_count
 from collectives.backends._shared.work import OperationWork
 from collectives.backends.mpi.libmpi import Library
 from collectives.core.operations import OPERATIONS, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
-from collectives.errors import (
-    CollectiveTimeoutError,
-    DistBackendError,
-    DistError,
-    GroupAbortedError,
-    PeerLostError,
-    ranks_in_words,
-)
-from collectives.store.records import as_text, fetch, publish
-from collectives.store.waiting import delete_keys
+from collectives.errors import DistBackendError, DistError, GroupAbortedError
+from collectives.forks import belongs_to_parent, call_in_forked_children
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
-
-__all__ = ["Engine", "MPIWork", "progress_thread"]
 
 
 class _ProgressThread:
@@ -145,11 +125,9 @@ _LONGEST_NAP_SECONDS = 500e-6
 _CHECK_SECONDS = 0.25
 """How often a waiting thread checks for failures."""
 
-_NAMES = {one.opcode: one.name for one in OPERATIONS if one.name == one.collective}
-_SINGLE_NAMES = _NAMES | {
-    one.opcode: one.name for one in OPERATIONS if Operand.PARTS in {one.output, one.input}
-}
-"""Names of the collectives by their opcode: those that take lists, and those that take single tensors."""
+_LISTED = {one.opcode: one for one in OPERATIONS if one.name == one.collective}
+_SINGLE = _LISTED | {one.opcode: one for one in OPERATIONS if Operand.PARTS in {one.output, one.input}}
+"""The collectives by their opcode: those that take lists, and those that take single tensors."""
 
 _abandoned: list[MPIWork] = []
 """Operations that failed while MPI may still write into their memory, which therefore stays."""
@@ -219,13 +197,13 @@ class MPIWork(OperationWork):
 
     def _note_received(self) -> None:
         """Takes the sender and the size of a message from MPI's status."""
-        mpi = self._owner.mpi_library.mpi
+        mpi = self._owner.library.mpi
         status, found = mpi.Status(), self.in_flight.status
         ctypes.memmove(mpi._addressof(status), found, len(found))
         got = int(status.Get_elements(mpi.BYTE))
         if got != self.nbytes:
             raise DistBackendError(
-                f"{self._owner.where()} {self.operation}: the message has {got} bytes, but the tensor that "
+                f"{self._owner.where} {self.operation}: the message has {got} bytes, but the tensor that "
                 f"receives it {self.nbytes}",
                 **self.operation.about,
             )
@@ -288,14 +266,11 @@ class MPIWork(OperationWork):
         return super().get_future()
 
 
-class Engine:
+class Engine(Health):
     """The operations of one group in flight, and the group's health.
-
-    Thread safety: every method may be called from any thread.
 
     Args:
         library: the MPI library.
-        liveness: who is gone.
         store: the group's store.
         rank: this process's rank within the group.
         size: number of ranks.
@@ -304,15 +279,18 @@ class Engine:
         timeout: tells the group's time limit.
 
     Attributes:
+        library: the MPI library.
+        calling: lock for the group's calls of MPI.
         unfinished: synchronous calls that the core has begun and not finished, and that this has not taken
             over. The core appends to it: the handler of a signal may raise in the moment in which it
             returns, before its caller has the operation, which goes on all the same.
     """
 
+    _told_seconds = 2 * _CHECK_SECONDS
+
     def __init__(
         self,
         library: Library,
-        liveness: Liveness,
         store: Any,
         rank: int,
         size: int,
@@ -320,16 +298,9 @@ class Engine:
         record: FlightRecord,
         timeout: Callable[[], timedelta],
     ) -> None:
-        self.mpi_library = library
-        self._where = where
-        self.cause: DistError | None = None
-        self._elsewhere = False
-        self.ended = False
-        self.lock = library.lock()
-        self._liveness = liveness
-        self._store = store
-        self._rank = rank
-        self._size = size
+        super().__init__(store, rank, size, where)
+        self.library = library
+        self.calling = library.lock()
         self._active: list[MPIWork] = []
         self.unfinished: list[_native.MpiInFlight] = []
         self._record = record
@@ -337,22 +308,16 @@ class Engine:
         self._spins = _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS
         self._check_at = 0.0
         self._checking = threading.Lock()
+        call_in_forked_children(self, Engine.leave_to_parent)
 
     # ---- issue ---------------------------------------------------------------------------------------------
 
-    def where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
-        return self._where
-
     def check_usable(self, operation: Operation | str) -> None:
         """Raises where the group is broken, ended, or out of this thread's reach."""
-        cause = self.cause
-        if cause is not None:
-            refuse_broken(f"{self._where} {operation}:", cause, self.ended)
-        if self.ended:
-            raise GroupAbortedError(f"{self._where} {operation}: the group was shut down")
-        if not self.mpi_library.any_thread:
-            self.mpi_library.check_thread(f"{self._where} {operation}:")
+        if self.over:
+            self.refuse(operation)
+        if not self.library.any_thread:
+            self.library.check_thread(f"{self.where} {operation}:")
 
     def issue(
         self,
@@ -373,16 +338,16 @@ class Engine:
             begin: begins the operation.
             asynchronous: whether to return at once, and not when the operation is done.
         """
-        if asynchronous and self.mpi_library.any_thread:
+        if asynchronous and self.library.any_thread:
             progress_thread.start()
-        with self.lock:
+        with self.calling:
             self.check_usable(operation)
             work = MPIWork(self, operation, keep, after, nbytes, behind)
             try:
                 work.in_flight = begin()
                 self.raise_error_of(work.in_flight)
                 self._active.append(work)
-            except self.mpi_library.mpi.Exception as error:
+            except self.library.mpi.Exception as error:
                 _abandoned.append(work)
                 raise self.failed(operation, error, work) from error
             except BaseException:
@@ -395,14 +360,13 @@ class Engine:
     def raise_error_of(self, in_flight: _native.MpiInFlight) -> None:
         """Raises MPI's error in an operation, if there is one."""
         if in_flight.error:
-            raise self.mpi_library.mpi.Exception(in_flight.error)
+            raise self.library.mpi.Exception(in_flight.error)
 
     def carry_on(self, in_flight: _native.MpiInFlight) -> None:
         """Waits for an operation that the core has begun and left unfinished."""
-        with self.lock:
+        with self.calling:
             work = self._take(in_flight)
-            broken = self.cause is not None or self.ended
-        if broken:  # since it was issued
+        if self.over:  # since it was issued
             self._fail_all()
         self._see_to(work, asynchronous=False)
 
@@ -419,7 +383,7 @@ class Engine:
 
     def watch(self) -> bool:
         """Lets the progress thread serve this group, where it may call MPI."""
-        serves: bool = self.mpi_library.any_thread
+        serves: bool = self.library.any_thread
         if serves:
             progress_thread.serve(self)
         return serves
@@ -431,7 +395,7 @@ class Engine:
 
     def earlier(self) -> list[MPIWork]:
         """Returns what is in flight now."""
-        with self.lock:
+        with self.calling:
             self._take_unfinished()
             return list(self._active)
 
@@ -459,8 +423,8 @@ class Engine:
             name, way = ("send", "to") if sends else ("recv", "from")
             detail = f"{way} rank {peer}, tag {tag}"
         else:
-            opcode, list_form, *_ = in_flight.call
-            name, detail = (_NAMES if list_form else _SINGLE_NAMES)[opcode], ""
+            opcode, listed, *_ = in_flight.call
+            name, detail = (_LISTED if listed else _SINGLE)[opcode].name, ""
         operation = Operation(self._record, name, in_flight.number, tensors, self._timeout(), detail)
         recorded, nbytes = BegunByCore(self._record, in_flight), sum(map(byte_count, tensors))
         work = MPIWork(self, operation, in_flight.call, nbytes=nbytes, recorded=recorded)
@@ -471,9 +435,8 @@ class Engine:
 
     def wait_for(self, work: MPIWork, until: float | None) -> bool:
         """Moves operations on until ``work`` has ended; ``False`` where it has not at the time ``until``."""
-        if not self.mpi_library.may_call():
-            return self._wait_for_other_thread(work, until)
-        for _ in range(self._spins):
+        calls = self.library.may_call()  # else it waits for the thread that may
+        for _ in range(self._spins if calls else 0):
             if self._advance() is not None and work.done:
                 return True
         busy_until = time.monotonic() + _BUSY_SECONDS + work.nbytes / _SLOWEST_BYTES_PER_SECOND
@@ -483,28 +446,18 @@ class Engine:
             if until is not None and now >= until:
                 return False
             self._check_failures(now, work)
-            if now < busy_until:
+            if calls and now < busy_until:
                 os.sched_yield()
             else:
                 time.sleep(nap)
                 nap = min(1.3 * nap, _LONGEST_NAP_SECONDS)
-            self._advance()
-        return True
-
-    def _wait_for_other_thread(self, work: MPIWork, until: float | None) -> bool:
-        """Waits on a thread that may not call MPI for the one that may."""
-        while not work.done:
-            now = time.monotonic()
-            if until is not None and now >= until:
-                return False
-            if now > work.deadline:
-                self._expire(work)
-            time.sleep(_LONGEST_NAP_SECONDS)
+            if calls:
+                self._advance()
         return True
 
     def poll(self, work: MPIWork) -> None:
         """Moves operations on once, unless another thread does or this one may not call MPI."""
-        if self.mpi_library.may_call():
+        if self.library.may_call():
             self._advance()
             now = time.monotonic()
             if not work.done and now - work.since > _CHECK_SECONDS:
@@ -524,16 +477,16 @@ class Engine:
 
     def _advance(self) -> int | None:
         """Tests what is in flight; returns how many ended, ``None`` where another thread is at it."""
-        if not self.lock.acquire(blocking=False):
-            return None
         ended: list[MPIWork] = []
+        if not self.calling.acquire(blocking=False):
+            return None
         try:
             self._take_unfinished()
             ended = [work for work in self._active if work.done or self._has_ended(work)]
             if ended:
                 self._active = [work for work in self._active if not work.done]
         finally:
-            self.lock.release()
+            self.calling.release()
         for work in ended:
             work.tell_end()
         return len(ended)
@@ -541,7 +494,7 @@ class Engine:
     def _has_ended(self, work: MPIWork) -> bool:
         try:
             return work.move()
-        except self.mpi_library.mpi.Exception as error:
+        except self.library.mpi.Exception as error:
             work.end(self.failed(work.operation, error, work))
         except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
             work.end(error)
@@ -556,181 +509,89 @@ class Engine:
         """Looks for what MPI does not tell: time limits, aborts of other ranks, processes that ended."""
         expired = next((work for work in list(self._active) if now > work.deadline), None)
         if expired is not None:
-            self._expire(expired)
+            self.expire(expired.operation, expired.end)
             return
-        if now < self._check_at or now - waiting.since < _CHECK_SECONDS / 2 or self.cause is not None:
+        if now < self._check_at or now - waiting.since < _CHECK_SECONDS / 2 or self.over:
             return
         if not self._checking.acquire(blocking=False):
             return
-        found = None
         try:
             self._check_at = now + _CHECK_SECONDS
-            self._publish_waiting(waiting)
-            with contextlib.suppress(Exception):  # the store went with a rank
-                found = self._liveness.poll_lost()
+            self.publish_waiting(waiting.operation)
+            self.check_peers(waiting.operation, waiting.operation.about, waiting.end)
         finally:
             self._checking.release()
-        if found is not None:
-            self._break(self._loss(waiting.operation, found), waiting, elsewhere=True)
 
-    def _publish_waiting(self, work: MPIWork) -> None:
-        with contextlib.suppress(Exception):
-            publish(self._store, f"waiting/{self._rank}", work.operation.short)
+    def _waits(self, rank: int, text: str) -> str:
+        return f"rank {rank} waited last in {text}" if text else f"no word of waiting from rank {rank}"
 
-    def _expire(self, work: MPIWork) -> None:
-        operation = work.operation
-        limit = operation.timeout.total_seconds()
-        missing, elsewhere = self._other_ranks(work)
-        expired = CollectiveTimeoutError(
-            f"{self._where} {operation}: passed its time limit of {limit:g} s. {elsewhere}",
-            missing[0] if missing else -1,
-            missing_ranks=missing,
-            **operation.about,
-        )
-        self._liveness.publish_lost(Departure(self._rank, limit_reason(expired)))
-        self._break(expired, work)
-
-    def _other_ranks(self, work: MPIWork) -> tuple[list[int], str]:
-        """Returns which ranks had not come, and what the others wait in; as far as they have published it."""
-        self._publish_waiting(work)
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        waiting: dict[int, str] = {}
-        try:
-            for rank in others:
-                if self._store.check([key := f"waiting/{rank}"]):
-                    waiting[rank] = fetch(self._store, key, as_text)
-        except Exception as error:  # noqa: BLE001 - the store went with a rank, or somebody else writes to it
-            return [], f"Nothing is known of the other ranks, as the group's store does not say: {error}"
-        known = [f"rank {rank} waited last in {name}" for rank, name in waiting.items()]
-        if silent := [rank for rank in others if rank not in waiting]:
-            known.append(f"no word of waiting from {ranks_in_words(silent)}")
-        operation = work.operation
-        patient = operation.timeout.total_seconds() > 2 * _CHECK_SECONDS  # all who wait have said so
-        tells = patient and operation.needs_all
-        missing = [rank for rank in others if waiting.get(rank) != operation.short] if tells else []
-        return missing, "; ".join(known) or "There are no other ranks"
-
-    def _loss(self, operation: Operation, found: Departure) -> DistError:
-        """Returns what to raise for a rank that is gone, or gave up."""
-        error = blamed(f"{self._where} {operation}:", found, operation.about)
-        if isinstance(error, PeerLostError):
-            self._liveness.publish_lost(found)
-        return error
-
-    def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> DistError:
-        """Returns what to raise for an error of MPI in an operation, or its Work; it breaks the group.
+    def failed(self, operation: Operation, error: Any, work: MPIWork) -> DistError:
+        """Returns what to raise for an error of MPI in an operation; it breaks the group.
 
         A message that is longer than the tensor that receives it breaks nothing: it is the caller's mistake.
         """
-        what = f"{self._where} {operation}:"
-        mpi = self.mpi_library.mpi
-        if error.Get_error_class() == mpi.ERR_TRUNCATE and operation.name == "recv":
-            text = f"{what} the message is longer than the tensor that receives it"
-            return DistBackendError(text, **operation.about)
-        lost = self._liveness.find_lost()
+        what, about = f"{self.where} {operation}:", operation.about
+        if error.Get_error_class() == self.library.mpi.ERR_TRUNCATE and operation.name == "recv":
+            return DistBackendError(f"{what} the message is longer than the tensor that receives it", **about)
+        lost = self.find_lost()
         if lost is not None:
-            found = self._loss(operation, lost)
+            found = blamed(what, lost, about)
         else:
-            found = DistBackendError(f"{what} MPI failed: {error}", **operation.about)
-        self._break(found, work, elsewhere=lost is not None)
+            found = DistBackendError(f"{what} MPI failed: {error}", **about)
+        self.break_by(found, lost, work.end, elsewhere=lost is not None)
+        work.end(found)
         return found
 
     def _break_torn(self, work: MPIWork) -> None:
         """Breaks the group, also for its peers, for an operation that a signal's handler tore."""
-        reason = abort_reason(f"was interrupted within its {work.operation.short}", self._rank)
-        self._liveness.publish_lost(Departure(self._rank, reason))
-        text = f"{self._where} {work.operation}: this rank {reason}"
-        about = work.operation.about
-        self._break(GroupAbortedError(text, self._rank, cause=reason.cause, **about), work)
+        reason = abort_reason(f"was interrupted within its {work.operation.short}", self.rank)
+        text = f"{self.where} {work.operation}: this rank {reason}"
+        broken = GroupAbortedError(text, self.rank, cause=reason.cause, **work.operation.about)
+        self.break_by(broken, Departure(self.rank, reason), work.end)
 
-    def _break(self, cause: DistError, first: MPIWork | None = None, *, elsewhere: bool = False) -> None:
-        """Ends everything in flight with errors, and refuses what comes later.
-
-        Args:
-            cause: why.
-            first: the operation in which it was found, which gets this very error.
-            elsewhere: whether another rank has given up.
-        """
-        with self.lock:
-            if self.cause is None:
-                self.cause, self._elsewhere = cause, elsewhere
-            if first is not None:
-                first.end(cause)
+    def _stop(self, tell: Callable[[], None]) -> None:
+        """Ends everything in flight with errors, after the other ranks were told."""
+        tell()
         self._fail_all()
 
     def _fail_all(self) -> None:
-        with self.lock:
+        with self.calling:
             self._take_unfinished()
             failing, self._active = self._active, []
             for work in failing:
-                work.end(self._error_of(work))
+                work.end(self.stopped_error(work.operation))
                 self._let_go(work)
         for work in failing:
             work.tell_end()
 
-    def _error_of(self, work: MPIWork) -> Exception:
-        cause = self.cause or GroupAbortedError("the group was shut down")
-        return stopped_by(f"{self._where} {work.operation}:", cause, elsewhere=self._elsewhere)
-
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
-        if work.receives and self.mpi_library.may_call():
+        if work.receives and self.library.may_call():
             work.in_flight.cancel()
         _abandoned.append(work)
 
     # ---- life ----------------------------------------------------------------------------------------------
 
-    def leave(self, cause: DistError) -> None:
+    def leave_to_parent(self) -> None:
         """Fails, in a forked child, what is under way there, and leaves MPI alone."""
-        self.lock = threading.RLock()  # nobody lets go of the parent's
-        self.cause, self.ended = cause, True
+        self.calling = threading.RLock()  # nobody lets go of the parent's
+        self.left, self.over = belongs_to_parent("the group"), True
+        self.cause = GroupAbortedError(f"{self.where} {self.left}")
         self._take_unfinished()
         failing, self._active = self._active, []
         for work in failing:
-            work.leave(self._error_of(work))
+            work.leave(self.stopped_error(work.operation))
         _abandoned.extend(failing)
-
-    def break_for(self, cause: DistError) -> None:
-        """Breaks the group for what broke another one of the same ranks."""
-        if self.cause is not None or self.ended:
-            return
-        if (found := departure_of(cause, self._rank)) is not None:
-            self._liveness.publish_lost(found)
-        self._break(cause, elsewhere=True)
-
-    def lost_ranks(self) -> list[int]:
-        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
-        return self._liveness.lost_ranks(self.cause)
-
-    def abort(self) -> None:
-        """Breaks the group for this rank and, by the store, for its peers."""
-        with self.lock:
-            if self.ended:
-                return
-            self.ended = True
-        if self.cause is None:
-            broken, reason = aborted_by(self._where, self._rank)
-            self._liveness.publish_lost(Departure(self._rank, reason))
-            self._break(broken)
-        self._liveness.leave(self._delete_keys)
-
-    def _delete_keys(self) -> None:
-        kinds = ("calls/", "waiting/")
-        delete_keys(self._store, [f"{kind}{rank}" for kind in kinds for rank in range(self._size)])
 
     def shutdown(self) -> bool:
         """Finishes what was issued, then ends the group; returns whether nothing of it is left in MPI.
 
         Errors of the operations stay with their Works.
         """
-        while not self.ended and self.cause is None:
-            last = self.earlier()[-1:]
-            if not last:
-                break
+        while not self.over and (last := self.earlier()[-1:]):
             self.wait_for(last[0], None)
-        with self.lock:
-            already, self.ended = self.ended, True
-        if not already:
-            self._liveness.withdraw()
-            self._liveness.leave(self._delete_keys)
-        return self.cause is None and not already
+        ends = self.end()
+        if ends:
+            self.withdraw()
+            self.leave()
+        return ends and self.cause is None

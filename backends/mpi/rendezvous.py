@@ -1,27 +1,39 @@
-"""Rendezvous at ``mpi://``: the processes that ``mpirun`` started find each other through MPI itself.
+"""How the ranks of MPI meet: at ``mpi://``, and to make the communicators of a group.
 
-Rank and number of ranks are those of MPI's world. Rank 0 serves a :class:`~collectives.TCPStore` on a free
-port and tells all others where, by a message of MPI. Where all ranks are on one machine it listens on
-loopback, else on the interface that ``COLLECTIVES_SOCKET_IFNAME`` names, or that leads to the address of the
-host's name.
+At ``mpi://`` the processes that ``mpirun`` started find each other through MPI itself. Rank and number of
+ranks are those of MPI's world. Rank 0 serves a :class:`~collectives.TCPStore` on a free port and tells all
+others where, by a message of MPI. Where all ranks are on one machine it listens on loopback, else on the
+interface that ``COLLECTIVES_SOCKET_IFNAME`` names, or that leads to the address of the host's name.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from collectives.backends._shared.health import Health
 from collectives.backends.mpi.libmpi import Library, job_size_error, library
 from collectives.core.types import default_pg_timeout
-from collectives.errors import DistStoreError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError, ranks_in_words
+from collectives.registry.backends import GroupOptions
 from collectives.store import TCPStore, register_rendezvous_handler
+from collectives.store.joining.agreement import exchange
+from collectives.store.records import Checked, demand, fields
 from collectives.store.tcp.interfaces import choose_addresses
 
-__all__ = ["handle_url"]
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+_CREATION_TAGS = 2**14
+_LEAST_SECONDS = 1.0
+"""How long MPI gets at least where the last rank came just within the time limit."""
+
+_CREATION = "MPI_Comm_create_group"
 
 _TAG = 28_009
 """Of the message that tells where the store is; an odd one, because users' messages go that way, too."""
@@ -108,6 +120,121 @@ def _complete(started: Library, requests: list[Any], timeout: timedelta, what: s
         f"{what} within {timeout.total_seconds():g} s; all processes that mpirun started must call "
         "init_process_group"
     )
+
+
+# ---- communicators ---------------------------------------------------------------------------------------
+
+
+def make_communicators(
+    library: Library, options: GroupOptions, where: str, health: Health
+) -> tuple[Any, Any]:
+    """Returns two communicators of the group: for collectives and users' messages, and for its own messages.
+
+    Every rank publishes in the group's store which process of MPI's world it is. When all have come and
+    belong to one MPI job, they make the communicators; no other process takes part. Below
+    ``MPI_THREAD_SERIALIZED`` that has no time limit, as no other thread may call MPI.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time; names them.
+        PeerLostError: a rank died when all had come.
+        DistBackendError: the ranks are not processes of one MPI job.
+    """
+    mpi = library.mpi
+    library.check_thread(where)
+    world = mpi.COMM_WORLD
+    if options.size > world.Get_size():
+        raise DistBackendError(f"{where} {job_size_error(world.Get_size(), options.size)}")
+    end = time.monotonic() + options.timeout.total_seconds()
+    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where, health)
+    first = zlib.crc32(options.group_name.encode()) % (_CREATION_TAGS // 2) * 2
+
+    def create() -> tuple[Any, Any]:
+        whole = world.Get_group()
+        group, made = whole.Incl(members), []
+        try:
+            for tag in (first, first + 1):
+                made.append(world.Create_group(group, tag))
+                made[-1].Set_errhandler(mpi.ERRORS_RETURN)
+        except mpi.Exception:
+            for communicator in made:
+                communicator.Free()
+            raise
+        finally:
+            group.Free()
+            whole.Free()
+        return made[0], made[1]
+
+    health.publish_waiting(_CREATION)
+    try:
+        left = max(_LEAST_SECONDS, end - time.monotonic())
+        made = library.within(left, create, partial(health.check_missing, _CREATION))
+    except mpi.Exception as error:
+        raise DistBackendError(
+            f"{where} MPI cannot make a communicator: {error}; destroy groups that are no longer used"
+        ) from error
+    except TimeoutError as error:
+        late = [rank for rank, text in health.waiting().items() if text != _CREATION]
+        who = f"{ranks_in_words(late)} came and did not call it" if late else "all ranks have called it"
+        raise CollectiveTimeoutError(
+            f"{where} {_CREATION} has not returned within {options.timeout.total_seconds():g} s of making "
+            f"the group: {who}; look whether a process was stopped, and start the job again",
+            late[0] if late else -1,
+            missing_ranks=late,
+        ) from error
+    health.publish_waiting(None)
+    return made
+
+
+def _world_ranks(library: Library, options: GroupOptions, where: str, health: Health) -> list[int]:
+    """Returns the members' ranks in MPI's world, by group rank."""
+    world = library.mpi.COMM_WORLD
+    mine = {
+        "rank": world.Get_rank(),
+        "world": world.Get_size(),
+        "library": library.version,
+        "job": next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), ""),
+    }
+    published = exchange(
+        options.store,
+        "mpi/members",
+        options.rank,
+        range(options.size),
+        options.timeout,
+        where,
+        record=mine,
+        check=_process,
+        combine=list,
+        read=partial(_processes, options.size),
+        late=CollectiveTimeoutError,
+        lost_ranks=health.lost_ranks,
+    )
+    for rank, other in enumerate(published):
+        for what in ("library", "world", "job"):
+            if other[what] != mine[what]:
+                raise DistBackendError(
+                    f"{where} the ranks are not of one MPI job: {what} is {mine[what]!r} on this rank, but "
+                    f"{other[what]!r} on rank {rank}; start all by one mpirun",
+                    rank,
+                )
+    members = [other["rank"] for other in published]
+    if len(set(members)) != len(members):
+        raise DistBackendError(
+            f"{where} the ranks are not of one MPI job: they are the processes {members} of MPI's world, "
+            "some of them twice; start all by one mpirun"
+        )
+    return members
+
+
+def _processes(size: int, answer: Any) -> list[Checked]:
+    demand(isinstance(answer, list) and len(answer) == size, f"{answer!r} of {size} ranks")
+    return [_process(one) for one in answer]
+
+
+def _process(record: Any) -> Checked:
+    """Checks which process of which job a rank is."""
+    found = fields(record, rank=int, world=int, library=str, job=str)
+    demand(0 <= found["rank"] < found["world"], f"process {found['rank']} of {found['world']}")
+    return found
 
 
 register_rendezvous_handler("mpi", handle_url)

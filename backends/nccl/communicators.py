@@ -24,12 +24,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
+from collectives.backends._shared.health import Health
 from collectives.backends.nccl.device import CudaDevice, Stream
-from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.in_flight import Replays
 from collectives.backends.nccl.libnccl import (
     UNIQUE_ID_BYTES,
     Communicator,
@@ -38,16 +38,14 @@ from collectives.backends.nccl.libnccl import (
     NcclLibrary,
 )
 from collectives.backends.nccl.options import NcclConfig, Options
-from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.backends.nccl.work import LOOK_SECONDS, Failures, Replays
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, ranks_in_words
+from collectives.store.joining.agreement import exchange, give_up
+from collectives.store.records import as_bytes, as_text
 from collectives.threads import start_thread
 
-__all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture"]
-
 _BYTE = NcclDataType.UINT8
-_CHECK_SECONDS = 1.0
-"""How often a rank looks after the others while it waits for them in NCCL."""
-
+_MAKING = "making a communicator"
 _END_SECONDS = 10.0
 """How long the end of a group waits for NCCL, which waits for ranks that do not end the group, and while
 there is a CUDA graph with operations of it."""
@@ -82,21 +80,20 @@ class Communicators:
 
     Attributes:
         made: those of all ranks.
+        rendezvous: brings the ranks together before a communicator is made.
         connected: those that operations were issued on, which made their connections.
         over: set when all have been aborted.
 
     Args:
         library: NCCL.
-        rendezvous: brings the ranks together before a communicator is made.
+        store: the group's.
         options: the user's choices.
         failures: tells whether the group has ended.
     """
 
-    def __init__(
-        self, library: NcclLibrary, rendezvous: Rendezvous, options: Options, failures: Failures
-    ) -> None:
+    def __init__(self, library: NcclLibrary, store: Any, options: Options, failures: Failures) -> None:
         self._library = library
-        self._rendezvous = rendezvous
+        self.rendezvous = Rendezvous(store, failures)
         self._rank = failures.rank
         self._size = failures.size
         self._options = options
@@ -181,7 +178,7 @@ class Communicators:
         what = "splitting the communicator"
         if config is not None:
             self._check(config, what)
-        self._rendezvous.broadcast("split", range(self._size), what, limit, lambda: b"")
+        self.rendezvous.broadcast("split", range(self._size), what, limit, lambda: b"")
         split = partial(parent.communicator.split, color, key, config)
         with device.activate(), device.issuing.turn(parent):
             return self._in_time(device, split, what, range(self._size), limit)
@@ -208,7 +205,7 @@ class Communicators:
         try:
             self._library.check_config(config)
         except ValueError as error:
-            self._rendezvous.note_refusal()
+            self.rendezvous.note_refusal()
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _with_stream(self, device: CudaDevice, communicator: Communicator) -> StreamedCommunicator:
@@ -223,15 +220,15 @@ class Communicators:
         ranks = list(ranks)
         what = f"making the communicator of ranks {', '.join(map(str, ranks))} on {device.device}"
         if device.capturing():
-            self._rendezvous.note_refusal()
+            self.rendezvous.note_refusal()
             raise connects_in_capture(f"{self._where} {what}")
-        self._failures.refuse("making a communicator")
+        self._failures.refuse(_MAKING)
         self._check(self._options.config, what)
 
         def identifiers() -> bytes:
             return b"".join(self._library.unique_id() for _ in range(count))
 
-        value = self._rendezvous.broadcast(key, ranks, what, limit, identifiers)
+        value = self.rendezvous.broadcast(key, ranks, what, limit, identifiers)
         width = UNIQUE_ID_BYTES
         if len(value) != count * width:
             raise DistBackendError(
@@ -277,8 +274,8 @@ class Communicators:
         start_thread(call, "nccl connect")
         deadline = time.monotonic() + limit.total_seconds()
         try:
-            while not wait_for([made], timeout=_CHECK_SECONDS).done:
-                self._rendezvous.check_missing([rank for rank in ranks if rank != self._rank])
+            while not wait_for([made], timeout=LOOK_SECONDS).done:
+                self._failures.check_missing(_MAKING, [rank for rank in ranks if rank != self._rank])
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
                         f"{self._where} {what}: NCCL has not made the connections within "
@@ -299,7 +296,7 @@ class Communicators:
                 if self._thread is None:
                     self._thread = start_thread(self._abort_when_asked, "nccl abort")
                 self._all.append((device, communicator))
-            self._failures.refuse("making a communicator")
+            self._failures.refuse(_MAKING)
         except BaseException:
             with device.activate():
                 communicator.abort()
@@ -381,3 +378,121 @@ class Communicators:
             self._failures.log.warning(
                 "%s a communicator of %d ranks failed: %s", what, communicator.size, error
             )
+
+
+# ---- rendezvous ----------------------------------------------------------------------------------------
+
+
+class Rendezvous:
+    """Brings ranks together in the store before a call of NCCL that would wait for a missing one for ever.
+
+    By broadcasts that wait for all of their ranks.
+
+    Each attempt at one has a number. A rank that refused what the others waited for, and gave up, was not
+    there: it takes part in their next attempt.
+
+    Args:
+        store: the group's store.
+        health: looks after the other ranks while some are missing.
+    """
+
+    def __init__(self, store: Any, health: Health) -> None:
+        self._store = store
+        self._health = health
+        self._rank = health.rank
+        self._where = health.where
+        self._attempts: dict[str, int] = {}
+        self._refused = False
+
+    def note_refusal(self) -> None:
+        """Takes note that this rank has refused an operation, for which others may have waited."""
+        self._refused = True
+
+    def broadcast(
+        self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
+    ) -> bytes:
+        """Returns the first rank's value, as soon as all ranks have called; blocks.
+
+        Args:
+            key: name of the broadcast, which may be called again and again.
+            ranks: the ranks that call, in the same order on each.
+            what: the purpose, in words.
+            limit: time limit.
+            make: makes the value; called on the first rank.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not come in time; names them. Or this one came too late, and
+                another has given up. A further broadcast may succeed.
+            DistBackendError: the first rank could not make the value.
+            DistStoreError: somebody else wrote it, as far as the job's secret tells.
+        """
+        made = None
+        try:
+            while made is None:
+                number = self._attempts.get(key, 0)
+                self._attempts[key] = number + 1
+                made = self._attempt(f"{key}/{number}", ranks, what, limit, make)
+        finally:
+            self._refused = False
+        return made
+
+    def _attempt(
+        self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
+    ) -> bytes | None:
+        """Returns the value; ``None`` where others had given up while this rank refused to come."""
+        where = f"{self._where} {what}:"
+        others = [rank for rank in ranks if rank != self._rank]
+        value, own = "", False
+        if self._rank == ranks[0]:
+            try:
+                value = make().hex()
+            except Exception as error:
+                why = str(error) or type(error).__name__
+                failed = DistBackendError(f"rank {self._rank} could not begin it: {why}", self._rank)
+                give_up(self._store, key, failed)
+                raise DistBackendError(f"{where} {error}") from error
+
+        def late(missing: Sequence[int], died: bool) -> DistError:  # noqa: ARG001 - check_missing sees deaths
+            nonlocal own
+            own = True
+            return CollectiveTimeoutError(
+                f"{ranks_in_words(missing)} did not come within {limit.total_seconds():g} s; NCCL makes "
+                "connections in the first operation, in which all of them must take part",
+                missing[0],
+                missing_ranks=missing,
+            )
+
+        def look() -> None:
+            nonlocal own
+            own = True  # what it raises
+            self._health.check_missing(_MAKING, others)
+            own = False
+
+        try:
+            made: bytes = exchange(
+                self._store,
+                key,
+                self._rank,
+                ranks,
+                limit,
+                where,
+                record=value,
+                check=as_text,
+                combine=lambda values: values[0],
+                read=as_bytes,
+                why=late,
+                look=look,
+            )
+        except CollectiveTimeoutError as error:
+            missing = error.missing_ranks
+            if own or not missing:
+                raise
+            if self._refused and self._rank in missing:
+                return None
+            raise CollectiveTimeoutError(
+                f"{where} {ranks_in_words(missing)} did not come within another rank's time limit; let all "
+                "ranks call the operation again, or raise the limit for ranks that come late",
+                missing[0],
+                missing_ranks=missing,
+            ) from error
+        return made

@@ -21,11 +21,6 @@ import torch
 
 import collectives._native as _native
 
-__all__ = [
-    "CudaDevice", "Event", "Issuing", "Stream", "UsedDevices", "addresses_in", "mapped_files",
-    "runtime_functions", "why_no_cuda",
-]  # fmt: skip
-
 Stream = int
 """A ``cudaStream_t``; 0 is the legacy default stream."""
 Event = _native.CudaEvent

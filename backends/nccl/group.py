@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from collectives import ProcessGroup
+from collectives.backends._shared.exit_reasons import Departure
+from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import (
     Communicators,
@@ -23,15 +25,11 @@ from collectives.backends.nccl.communicators import (
     connects_in_capture,
 )
 from collectives.backends.nccl.device import CudaDevice, Event, Stream, UsedDevices
-from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.in_flight import PendingOperation, has_ended, pause
 from collectives.backends.nccl.libnccl import Communicator, NcclError, NcclLibrary
-from collectives.backends.nccl.loopback import Loopback
-from collectives.backends.nccl.operations import FLOAT8_VERSION, CallSequence, capabilities_on
+from collectives.backends.nccl.operations import FLOAT8_VERSION, CallSequence, Loopback, capabilities_on
 from collectives.backends.nccl.options import NcclConfig, Options, checked_options
-from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
-from collectives.backends.nccl.work import KeptBack, NcclWork
+from collectives.backends.nccl.work import Failures, KeptBack, NcclWork, PendingOperation, has_ended, pause
 from collectives.core.arguments.staging import clusters, dense_outputs
 from collectives.core.arguments.validation import fail
 from collectives.core.capabilities import Capabilities
@@ -39,12 +37,8 @@ from collectives.core.host_copies import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS, Call
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import CoalescedWork, CompletedWork, Work
-from collectives.errors import DistError
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
-
-__all__ = ["ProcessGroupNCCL"]
-
 
 _Direction = tuple[int | None, int | None]
 """The other rank of messages, ``None`` for collectives, and the sender where that is it."""
@@ -84,7 +78,7 @@ _Placed = dict[StreamedCommunicator, list[_Request]]
 """The requests by where they go."""
 
 
-class ProcessGroupNCCL(ProcessGroup):
+class ProcessGroupNCCL(MonitoredGroup):
     """A group over NCCL: CUDA tensors, one device per rank.
 
     **Streams.** An asynchronous collective runs on a stream of the group's own, behind what the current
@@ -130,6 +124,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.NCCL
     _is_recorded = True
+    _health: Failures
     Options = Options
     NCCLConfig = NcclConfig
 
@@ -151,26 +146,23 @@ class ProcessGroupNCCL(ProcessGroup):
     def _connect(self, store: Any, parent: ProcessGroup | None = None) -> None:
         # Nothing of this may keep the group alive: communicators and watchdog outlive it.
         @contextmanager
-        def ending(cause: DistError) -> Iterator[None]:
+        def ending() -> Iterator[None]:
             """Fails all pending operations and stops NCCL, which has ended after the ``with`` block.
 
             Of these connections, whatever the group has by then.
             """
             for pending in watchdog.pending():
                 if not has_ended(pending):
-                    pending.fail(failures.stopped_error(pending.operation, cause))
+                    pending.fail(failures.stopped_error(pending.operation))
             loopback.clear()
             communicators.begin_abort()
             yield
             communicators.abort()
 
-        failures = self._failures = Failures(
+        failures = self._health = Failures(
             store, self._rank, self._size, self.where(), ending, Log().of(self)
         )
-        self._rendezvous = Rendezvous(store, self._rank, failures.where, failures.check_missing)
-        communicators = self._communicators = Communicators(
-            self._library, self._rendezvous, self.options, failures
-        )
+        communicators = self._communicators = Communicators(self._library, store, self.options, failures)
         watchdog = Watchdog(failures, communicators, f"nccl watchdog {self._group_name}")
         self._watchdog = watchdog
         loopback = self._loopback = Loopback()
@@ -247,7 +239,7 @@ class ProcessGroupNCCL(ProcessGroup):
         device = self._devices[tensor.device]
         if device.capturing():  # the copy would become part of the graph
             return super().to_host_later(tensor)
-        return _PinnedCopy(self._failures, device, *device.to_host(tensor))
+        return _PinnedCopy(self._health, device, *device.to_host(tensor))
 
     def check_before_shutdown(self, check: Callable[[], None]) -> None:
         """Has a function called by :meth:`shutdown`; see :meth:`collectives.ProcessGroup`."""
@@ -285,13 +277,13 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _submit(self, request: _Request) -> Work:
         """Enqueues a request, or keeps it back in the coalescing region that is open on this thread."""
-        if self._failures.over:
-            self._failures.refuse(request.operation)
+        if self._health.over:
+            self._health.refuse(request.operation)
         kept = self._region.kept
         if kept is None:
             return self._enqueue([request])
         held = KeptBack(request.operation.name, request.device)
-        work = NcclWork(self, self._failures, held, request.outputs, source=request.source)
+        work = NcclWork(self, self._health, held, request.outputs, source=request.source)
         kept.append((request, work))
         return work
 
@@ -353,15 +345,15 @@ class ProcessGroupNCCL(ProcessGroup):
         placed = self._placed(directions, captured)
         turn = device.issuing.begin(list(placed))
         try:
-            if self._failures.over:
-                self._failures.refuse(first.operation)
+            if self._health.over:
+                self._health.refuse(first.operation)
             pending = self._issue(requests, placed, own, peers, on_current, captured)
         finally:
             device.issuing.end(turn)
         with self._releasing:
             self._unreleased.setdefault(pending.streams, deque()).append(pending)
         source = first.source if len(requests) == 1 else None
-        return NcclWork(self, self._failures, pending, outputs, blocks, source)
+        return NcclWork(self, self._health, pending, outputs, blocks, source)
 
     def _note_failure(self, pending: PendingOperation, error: BaseException) -> None:
         """Fails an operation that was not issued.
@@ -370,7 +362,7 @@ class ProcessGroupNCCL(ProcessGroup):
             Exception: for an error of NCCL, which breaks the group.
         """
         if isinstance(error, NcclError):
-            failure = self._failures.call_failed(pending, error)
+            failure = self._health.call_failed(pending, error)
             pending.fail(failure)
             raise failure from error
         if pending.error is None:
@@ -413,7 +405,7 @@ class ProcessGroupNCCL(ProcessGroup):
                 self._communicators.connected.add(chosen)
             elif chosen not in self._communicators.connected:
                 raise connects_in_capture(
-                    f"{self._failures.where} {requests[0].operation}: the connections that it has to make"
+                    f"{self._health.where} {requests[0].operation}: the connections that it has to make"
                 )
             placed[chosen] = placed[chosen] + requests if chosen in placed else requests
         return placed
@@ -594,7 +586,7 @@ class ProcessGroupNCCL(ProcessGroup):
         """Splits the communicator of all ranks, with nothing under way; called by all ranks."""
         if self._bound is None:
             return None
-        self._failures.refuse("splitting the communicator")
+        self._health.refuse("splitting the communicator")
         self._drain()
         return self._communicators.split(self._devices[self._bound], color, key, limit, config)
 
@@ -603,28 +595,18 @@ class ProcessGroupNCCL(ProcessGroup):
 
     # ---- failures ------------------------------------------------------------------------------------------
 
-    def lost_ranks(self) -> list[int]:
-        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
-        return self._failures.lost_ranks()
-
-    def _first_cause(self) -> DistError | None:
-        return self._failures.cause
-
-    def _break_for(self, cause: DistError) -> None:
-        self._failures.break_for(cause)
-
     def _raise_failure(self) -> None:
-        self._failures.refuse("its outputs may hold anything, as")
+        self._health.refuse("its outputs may hold anything, as")
 
     def note_refusal(self) -> None:
         """Lets this rank take part in the next attempt of others that gave up on it."""
-        self._rendezvous.note_refusal()
+        self._communicators.rendezvous.note_refusal()
 
     # ---- life ----------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
-        if self._failures.leave(aborts=True):
+        if self._health.abort():
             self._communicators.abort()
             self._watchdog.stop()
             self._finalizer.detach()
@@ -636,7 +618,7 @@ class ProcessGroupNCCL(ProcessGroup):
     def _drain(self) -> None:
         """Blocks until all operations have ended; where none does, the watchdog sees to it."""
         attempt = 0
-        while self._failures.cause is None and not all(map(has_ended, self._watchdog.pending())):
+        while self._health.cause is None and not all(map(has_ended, self._watchdog.pending())):
             pause(attempt)
             attempt += 1
 
@@ -658,11 +640,11 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _shut_down(self) -> None:
         self._drain()
-        if not self._failures.leave(aborts=False):
+        if not self._health.end():
             return
         self._watchdog.stop()
-        if self._failures.cause is None:
-            self._failures.publish_shutdown()
+        if self._health.cause is None:
+            self._health.publish(Departure(self._rank, None))
             self._communicators.destroy()
         self._finalizer.detach()
 

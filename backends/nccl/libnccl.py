@@ -24,20 +24,6 @@ import collectives._native as _native
 from collectives.backends.nccl.options import NcclConfig
 from collectives.core.types import ReduceOp
 
-__all__ = [
-    "DATA_TYPES",
-    "REDUCTIONS",
-    "UNIQUE_ID_BYTES",
-    "Communicator",
-    "NcclDataType",
-    "NcclError",
-    "NcclLibrary",
-    "NcclRedOp",
-    "NcclStatus",
-    "ProviderError",
-    "version_text",
-]
-
 UNIQUE_ID_BYTES: Final = 128
 """Length of the identifier by which the ranks of a communicator find each other."""
 
@@ -134,23 +120,18 @@ _WAYS_OUT: Final = {
 """What to do, by a part of what NCCL says."""
 
 _SETTINGS: Final = {
-    "cga_cluster_size": 21700,
-    "min_ctas": 21700,
-    "max_ctas": 21700,
-    "net_name": 21700,
-    "split_share": 21800,
-    "traffic_class": 22600,
-    "comm_name": 22700,
-    "collnet_enable": 22700,
-    "cta_policy": 22700,
-    "shrink_share": 22700,
-    "nvls_ctas": 22700,
-    "n_channels_per_net_peer": 22800,
-    "nvlink_centric_sched": 22800,
-    "graph_usage_mode": 22900,
-    "num_rma_ctx": 22900,
-    "max_p2p_peers": 23000,
-    "graph_stream_ordering": 23005,
+    name: since
+    for since, names in {
+        21700: ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"),
+        21800: ("split_share",),
+        22600: ("traffic_class",),
+        22700: ("comm_name", "collnet_enable", "cta_policy", "shrink_share", "nvls_ctas"),
+        22800: ("n_channels_per_net_peer", "nvlink_centric_sched"),
+        22900: ("graph_usage_mode", "num_rma_ctx"),
+        23000: ("max_p2p_peers",),
+        23005: ("graph_stream_ordering",),
+    }.items()
+    for name in names
 }
 """The attributes of ``ncclConfig_t`` in their order, and the version of NCCL that reads each first."""
 

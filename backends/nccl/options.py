@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 from collectives.core.arguments.option_records import BackendOptions
 from collectives.registry.backends import refuse_unknown_options
 
-__all__ = ["NcclConfig", "Options", "checked_options", "option_names"]
-
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 

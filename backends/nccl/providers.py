@@ -30,8 +30,6 @@ from collectives.backends.nccl.device import mapped_files
 from collectives.backends.nccl.libnccl import NcclLibrary, ProviderError, version_text
 from collectives.errors import DistBackendError
 
-__all__ = ["PROVIDERS", "PROVIDER_VARIABLE", "describe", "load", "loaded_files", "unavailable"]
-
 PROVIDERS: Final = ("cupy", "pynccl")
 """The providers, in the order in which they are tried."""
 

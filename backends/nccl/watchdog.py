@@ -18,17 +18,10 @@ import time
 import weakref
 
 from collectives.backends.nccl.communicators import Communicators
-from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.in_flight import PendingOperation, Replays
+from collectives.backends.nccl.work import LOOK_SECONDS, Failures, PendingOperation, Replays
 from collectives.threads import start_thread
 
-__all__ = ["Watchdog"]
-
 _TICK_SECONDS = 0.1
-_SLOW_SECONDS = 1.0
-"""How long an operation is pending before the group first asks about the other ranks, and how often then."""
-
-
 _EXIT_SECONDS = 5.0
 """How long the end of the interpreter waits for all threads; a store that does not answer may hold them."""
 
@@ -151,7 +144,7 @@ class Watchdog:
                 with self._lock, contextlib.suppress(ValueError):
                     self._pending.remove(pending)
             elif time.monotonic() >= pending.deadline:
-                self._failures.expire(pending)
+                self._failures.expire_pending(pending)
         self._check_replays()
         if watched or self._replayed:
             self._check_communicators()
@@ -164,24 +157,25 @@ class Watchdog:
         self._replayed = [one for one in polled if one is not None and one.error is None]
         for one in self._replayed:
             if time.monotonic() >= one.deadline:
-                self._failures.expire(one)
+                self._failures.expire_pending(one)
 
     def _check_communicators(self) -> None:
         for communicator in self._communicators.open():
             error = communicator.async_error()
             if error is not None:
-                self._failures.communicator_failed(self.oldest(), error)
+                self._failures.failed(self.oldest(), error)
 
     def _check_slow(self) -> None:
         now = time.monotonic()
         under_way = itertools.chain(self.pending(), self._replayed)
-        slow = next((pending for pending in under_way if now - pending.began >= _SLOW_SECONDS), None)
+        slow = next((pending for pending in under_way if now - pending.began >= LOOK_SECONDS), None)
         if slow is None:
             if self._slow_reported:
                 self._failures.publish_waiting(None)
                 self._slow_reported = False
         elif now >= self._next_peer_check or not self._slow_reported:
             self._slow_reported = True
-            self._next_peer_check = now + _SLOW_SECONDS
-            self._failures.publish_waiting(slow)
-            self._failures.check_peers(slow, slow.peers)
+            self._next_peer_check = now + LOOK_SECONDS
+            operation = slow.operation
+            self._failures.publish_waiting(operation)
+            self._failures.check_peers(operation, operation.about, slow.fail, slow.peers)

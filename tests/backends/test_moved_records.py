@@ -15,8 +15,8 @@ from harness import current_store, run_ranks
 import collectives
 from collectives import DistError, DistNetworkError, DistStoreError, PeerLostError
 from collectives.backends._shared.exit_reasons import Departure
-from collectives.backends._shared.process_records import Liveness
-from collectives.backends.nccl.rendezvous import Rendezvous
+from collectives.backends._shared.health import Health
+from collectives.backends.nccl.communicators import Rendezvous
 from collectives.core.process_group import ProcessGroup
 from collectives.store import HashStore, PrefixStore, TCPStore
 from collectives.store.joining.agreement import join_group
@@ -126,22 +126,22 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
 
 
 def process_lost(store: PrefixStore) -> Any:
-    return Liveness(store, 0, 3).find_lost()
+    return Health(store, 0, 3, "").find_lost()
 
 
 def test_moved_process_records_and_exit_reasons_tell_of_no_loss(written: Written) -> None:
     ended = replace(current_process(), start=77)
-    publish(written.here, "process/1", ended.to_bytes().hex())
+    publish(PrefixStore("health", written.here), "process/1", ended.to_bytes().hex())
     assert process_lost(written.here).rank == 1
     written.move()
     assert process_lost(written.elsewhere) is None
-    member = Liveness(written.here, 2, 3)
-    member.publish_exit(DistError("it has had enough", 2))
-    member.publish_lost(Departure(1, PeerLostError("it has ended", 1)))
+    member = Health(written.here, 2, 3, "")
+    member.publish(Departure(2, DistError("it has had enough", 2)))
+    member.publish(Departure(1, PeerLostError("it has ended", 1)))
     written.move()
     assert process_lost(written.elsewhere) is None
     with pytest.raises(DistStoreError, match="'lost' is not proved"):
-        Liveness(written.elsewhere, 0, 3).poll_lost()
+        Health(written.elsewhere, 0, 3, "").poll_lost()
 
 
 class Member:
@@ -189,7 +189,7 @@ def test_moved_values_of_a_broadcast_are_refused(written: Written) -> None:
     """As of NCCL's unique id, which names a place to connect to."""
 
     def broadcast(rank: int, store: PrefixStore) -> bytes:
-        meeting = Rendezvous(store, rank, f"[rank {rank}]", lambda missing: None)
+        meeting = Rendezvous(store, Health(store, rank, 2, f"[rank {rank}]"))
         return meeting.broadcast("id", (0, 1), "making", LIMIT, lambda: b"a place")
 
     with ThreadPoolExecutor(2) as ranks:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from collectives import DistError, GroupAbortedError, PeerLostError
 from collectives.backends._shared.exit_reasons import Departure
-from collectives.backends._shared.process_records import Liveness
+from collectives.backends._shared.health import Health
 from collectives.store import PrefixStore
 from collectives.store.process import current_process
 from collectives.store.records import publish
@@ -27,43 +27,43 @@ def ended_process() -> int:
     return process.pid
 
 
-def test_liveness_asks_the_store_as_little_on_many_ranks() -> None:
+def test_health_asks_the_store_as_little_on_many_ranks() -> None:
     store, size = dist.HashStore(), 64
-    ranks = [Liveness(store, rank, size) for rank in range(size)]
+    ranks = [Health(store, rank, size, "") for rank in range(size)]
     assert ranks[0].poll_lost() is None  # which reads the records
-    asked = mock.Mock(wraps=store)
+    asked = mock.Mock(wraps=ranks[0]._store)
     ranks[0]._store = asked
     for _ in range(3):
         assert ranks[0].poll_lost() is None
     assert len(asked.method_calls) <= 3 * 2
-    ranks[5].publish_exit(DistError("it went home"))
+    ranks[5].publish(Departure(5, DistError("it went home")))
     departure = ranks[0].poll_lost()
     assert departure is not None
     assert (departure.rank, str(departure.reason)) == (5, "it went home")
 
 
 @pytest.mark.parametrize("secret", [None, "a secret that all processes of this job share"])
-def test_liveness(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+def test_departures(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
     if secret is not None:
         monkeypatch.setenv("COLLECTIVES_SECRET", secret)
     store = dist.HashStore()
-    ranks = [Liveness(PrefixStore("x", store), rank, 5) for rank in range(4)]
+    ranks = [Health(PrefixStore("x", store), rank, 5, "") for rank in range(4)]
     assert ranks[0].find_lost() is None
 
-    def found(liveness: Liveness) -> tuple[int, str]:
-        departure = liveness.find_lost()
+    def found(health: Health) -> tuple[int, str]:
+        departure = health.find_lost()
         assert departure is not None
         assert isinstance(departure.reason, DistError)
         return departure.rank, str(departure.reason)
 
     def set_record(rank: int, **different: Any) -> None:
         record = replace(current_process(), **different)
-        publish(PrefixStore("x", store), f"process/{rank}", record.to_bytes().hex())
+        publish(PrefixStore("health", PrefixStore("x", store)), f"process/{rank}", record.to_bytes().hex())
 
     # An exit reason is known of ranks of other machines too.
-    ranks[3].publish_exit(GroupAbortedError("went home", 3))
+    ranks[3].publish(Departure(3, GroupAbortedError("went home", 3)))
     assert found(ranks[0]) == (3, "went home")
-    ranks[2].publish_lost(Departure(1, PeerLostError("its process 5 has ended", 1)))
+    ranks[2].publish(Departure(1, PeerLostError("its process 5 has ended", 1)))
     assert found(ranks[0]) == (1, "its process 5 has ended")
     # A process that is seen to be dead comes first; one of another machine is never looked for.
     pid = ended_process()
@@ -73,9 +73,9 @@ def test_liveness(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
     assert found(ranks[0]) == (4, f"its process {pid} has ended")
     # The number of a process that is used again is another process.
     set_record(4, start=77)
-    newcomer = Liveness(PrefixStore("x", store), 0, 5)  # records are read once
+    newcomer = Health(PrefixStore("x", store), 0, 5, "")  # records are read once
     assert found(newcomer) == (4, f"its process {os.getpid()} has ended")
     # What no rank of the job has written tells nothing.
     spoilt = '"0"' if secret is None else json.dumps(replace(current_process(), start=77).to_bytes().hex())
-    store.set("x/process/4", spoilt)
-    assert found(Liveness(PrefixStore("x", store), 0, 5))[0] == 1
+    store.set("x/health/process/4", spoilt)
+    assert found(Health(PrefixStore("x", store), 0, 5, ""))[0] == 1

@@ -120,7 +120,7 @@ def options_of_backends(rank: int, size: int, port: int) -> None:
     assert (made[0].group_name, made[0].group_desc) == ("mine", "by hand")
     for fields_given in ({"_threads": 5}, {"pg_options": {"_threads": 5}, "group_desc": "five"}):
         made.append(dist2.new_group("gloo", LIMIT, "cpu", **fields_given))
-        assert made[-1]._torch.inner.options._threads == 5
+        assert made[-1]._health.inner.options._threads == 5
     assert made[-1].group_desc == "five"
     with pytest.raises(
         TypeError, match=rf"\[rank {rank}\] pg_options of the gloo .* _threads cannot be 'many'"
@@ -133,7 +133,7 @@ def options_of_backends(rank: int, size: int, port: int) -> None:
     ):
         os.environ["COLLECTIVES_ROUND_ROBIN_BACKEND"] = "gloo" if "lanes" in fields_given else "host"
         made.append(dist2.new_group("round_robin", LIMIT, "cpu", **fields_given))
-        assert [lane._torch.inner.options._threads for lane in made[-1].lanes] == [3, 3]
+        assert [lane._health.inner.options._threads for lane in made[-1].lanes] == [3, 3]
 
     seen = []
 

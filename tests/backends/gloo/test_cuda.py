@@ -41,7 +41,7 @@ class HostOnly:
 def over_double(rank: int, size: int) -> None:
     with mock.patch.object(double, "_PRODUCT", PRODUCT), double._modes():
         group = create_group("gloo", GroupOptions(current_store(), rank, size, group_name="over the double"))
-        group._torch.inner = HostOnly(group._torch.inner)  # type: ignore[attr-defined]
+        group._health.inner = HostOnly(group._health.inner)  # type: ignore[attr-defined]
         double.every_operation(group, "cpu")
         group.shutdown()
 

@@ -100,7 +100,7 @@ def interface(group: ProcessGroup) -> int:
     x = torch.ones(1)
     for _ in range(4):
         group.allreduce(x).wait()
-    return len(group._torch.inner.options._devices)
+    return len(group._health.inner.options._devices)
 
 
 def test_interfaces_are_chosen_by_environment() -> None:
@@ -231,7 +231,7 @@ def own_options(rank: int, size: int) -> tuple[int, timedelta]:
     store = current_store()
     made = GroupOptions(store, rank, size, timedelta(seconds=17), pg_options=options)
     group = create_group("gloo", made)
-    used = group._torch.inner.options
+    used = group._health.inner.options
     group.barrier().wait()
     result = used._threads, used._timeout
     del used
@@ -311,9 +311,9 @@ def forgotten_messages(group: ProcessGroup) -> int:
         group.recv(got, peer).wait()
         assert got[0].item() == n
     deadline = time.monotonic() + 10
-    while len(group._messages) > 64 and time.monotonic() < deadline:
+    while len(group._health.messages) > 64 and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len(group._messages)
+    return len(group._health.messages)
 
 
 def test_messages_that_nobody_waits_for_are_let_go() -> None:

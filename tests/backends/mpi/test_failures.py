@@ -31,7 +31,7 @@ from collectives import (
     ProcessGroup,
     dist2,
 )
-from collectives.backends.mpi import communicators
+from collectives.backends.mpi import rendezvous
 from collectives.backends.mpi.engine import progress_thread
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import handle_url
@@ -104,7 +104,7 @@ def forged_waiting(group: ProcessGroup) -> None:
     group.set_timeout(timedelta(seconds=1))
     gate("ready", group)
     if group.rank() == 0:
-        group.get_group_store().set("mpi/waiting/1", "all_reduce #2")
+        group.get_group_store().set("mpi/health/waiting/1", "all_reduce #2")
         secret = {"COLLECTIVES_SECRET": "a secret that all ranks of this job share"}
         with mock.patch.dict(os.environ, secret), pytest.raises(CollectiveTimeoutError) as info:
             group.allreduce(torch.ones(100_000)).wait()
@@ -264,7 +264,7 @@ def test_groups_that_cannot_be_formed(mpi: Teams) -> None:
 
 def ends_when_all_have_met(rank: int, size: int, end: int) -> float:
     """Rank 1 stops or dies where the others are about to make MPI's communicators with it."""
-    world_ranks = communicators._world_ranks
+    world_ranks = rendezvous._world_ranks
 
     def met(*about: object) -> list[int]:
         found = world_ranks(*about)
@@ -275,7 +275,7 @@ def ends_when_all_have_met(rank: int, size: int, end: int) -> float:
     options = GroupOptions(current_store(), rank, size, timedelta(seconds=2 if end == signal.SIGSTOP else 60))
     began = time.monotonic()
     with (
-        mock.patch.object(communicators, "_world_ranks", met),
+        mock.patch.object(rendezvous, "_world_ranks", met),
         pytest.raises(DistBackendError, match=rf"\[rank {rank}\] mpi group .* rank 1\b") as info,
     ):
         create_group("mpi", options)

@@ -267,10 +267,10 @@ def needs_of_operations(group: ProcessGroup) -> None:
             call().wait()
             continue
         slow: list[Any] = []
-        with mock.patch.object(group._failures, "check_peers", lambda one, _, slow=slow: slow.append(one)):
+        with mock.patch.object(group._health, "check_peers", lambda *about, slow=slow: slow.append(about)):
             work = call()
-            assert eventually(lambda slow=slow: any(slow))
-        assert slow[-1].peers == needed
+            assert eventually(lambda slow=slow: bool(slow))
+        assert slow[-1][3] == needed
         gate(call.__name__, group)
         work.wait()
 

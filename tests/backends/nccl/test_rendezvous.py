@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 
 from collectives import CollectiveTimeoutError, DistBackendError, DistStoreError, HashStore
-from collectives.backends.nccl.rendezvous import Rendezvous
+from collectives.backends._shared.health import Health
+from collectives.backends.nccl.communicators import Rendezvous
 
 LIMIT = timedelta(seconds=10)
 RANKS = (0, 1)
@@ -22,7 +23,7 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rendezvous(store: HashStore, rank: int) -> Rendezvous:
-    return Rendezvous(store, rank, f"[rank {rank}]", lambda missing: None)
+    return Rendezvous(store, Health(store, rank, 3, f"[rank {rank}]"))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.backends.nccl import ProcessGroupNCCL
-from collectives.backends.round_robin.work import LaneWork
+from collectives.backends.round_robin.group import LaneWork
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
 from collectives.torch_bridge.work import TorchWork
