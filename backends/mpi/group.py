@@ -36,9 +36,11 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import nanoseconds
 from collectives.core.work import COMPLETED, Work
+from collectives.errors import DistError
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
+from collectives.store.joining.agreement import exchange
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
 
@@ -174,7 +176,7 @@ class ProcessGroupMPI(MonitoredGroup):
     def _connect(self, store: Any) -> None:
         options = replace(self._made_of, store=store, timeout=self._timeout)
         mpi = self._mpi
-        store = PrefixStore("mpi", store)
+        store = self._shared = PrefixStore("mpi", store)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
         health = Engine(
             self._library,
@@ -401,8 +403,11 @@ class ProcessGroupMPI(MonitoredGroup):
                     communicator.Free()
 
         try:
+            if not self._library.any_thread:  # MPI itself has no limit then
+                limit = timedelta(seconds=_FREE_SECONDS)
+                exchange(self._shared, "free", self._rank, range(self._size), limit, self.where())
             self._library.within(_FREE_SECONDS, free)
-        except TimeoutError:
+        except (TimeoutError, DistError):
             log.of(self).warning(
                 "MPI_Comm_free has not returned within %g s: a rank that has not shut the group down, or was "
                 "stopped, keeps it; this rank goes on, and leaves the communicators behind",
