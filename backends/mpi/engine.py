@@ -30,8 +30,9 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import byte_count
 from collectives.backends._shared.work import OperationWork
 from collectives.backends.mpi.libmpi import Library
-from collectives.core.operations import OPERATIONS, Operand
+from collectives.core.operations import OPERATIONS, Call, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
+from collectives.core.types import ReduceOp
 from collectives.errors import DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent, call_in_forked_children
 from collectives.threads import start_thread
@@ -416,17 +417,19 @@ class Engine(Health):
 
         Two Works of one operation do no harm: each ends when the core says that it is over.
         """
-        tensors: list[torch.Tensor] = []
         if in_flight.is_message:
             sends, tensor, peer, tag = in_flight.call
-            tensors.append(tensor)
             name, way = ("send", "to") if sends else ("recv", "from")
-            detail = f"{way} rank {peer}, tag {tag}"
+            shown: Sequence[torch.Tensor] = [tensor]
+            operands, detail = [tensor], f"{way} rank {peer}, tag {tag}"
         else:
-            opcode, listed, *_ = in_flight.call
-            name, detail = (_LISTED if listed else _SINGLE)[opcode].name, ""
-        operation = Operation(self._record, name, in_flight.number, tensors, self._timeout(), detail)
-        recorded, nbytes = BegunByCore(self._record, in_flight), sum(map(byte_count, tensors))
+            opcode, listed, output, given, op, root = in_flight.call
+            row = (_LISTED if listed else _SINGLE)[opcode]
+            call = Call(row, _tensors_of(output), _tensors_of(given), ReduceOp(op), root)
+            name, shown, detail = row.name, call.shown, call.detail
+            operands = [*call.outputs, *call.inputs]
+        operation = Operation(self._record, name, in_flight.number, shown, self._timeout(), detail)
+        recorded, nbytes = BegunByCore(self._record, in_flight), sum(map(byte_count, operands))
         work = MPIWork(self, operation, in_flight.call, nbytes=nbytes, recorded=recorded)
         work.in_flight = in_flight
         return work
@@ -595,3 +598,7 @@ class Engine(Health):
             self.withdraw()
             self.leave()
         return ends and self.cause is None
+
+
+def _tensors_of(operand: Any) -> Sequence[torch.Tensor]:
+    return [operand] if isinstance(operand, torch.Tensor) else list(operand or ())

@@ -157,7 +157,7 @@ class MpiGroup {
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());
     auto in_flight = std::make_shared<InFlight>(collective(std::move(fast->request)), number,
-                                                nb::make_tuple(opcode, listed, output, input));
+                                                nb::make_tuple(opcode, listed, output, input, op, root));
     begin(*in_flight, record_->record->collectives, listed ? begun : single_form(begun), bytes);
     return answer(std::move(in_flight));
   }

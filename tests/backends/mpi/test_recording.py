@@ -16,6 +16,7 @@ from waiting import until
 
 import collectives as dist
 from collectives.core.recording.dump import FILE_VARIABLE
+from collectives.registry.backends import GroupOptions, create_group
 
 
 def recorded(rank: int, size: int) -> None:
@@ -101,6 +102,24 @@ def waits(rank: int, size: int) -> None:
 
 def test_an_operation_that_takes_long_is_one(mpi: Teams) -> None:
     mpi.run(waits, 2, backend=None)
+
+
+def told(rank: int, size: int) -> None:
+    """What it is is told in full, though Python has it from the core."""
+    group = create_group("mpi", GroupOptions(current_store(), rank, size, timedelta(seconds=1)))
+    group.barrier().wait()
+    store = current_store()
+    if rank == 0:
+        said = r"reduce #2 \(MAX, root 0, torch.int32 \[2, 3\]\): passed its time limit"
+        with pytest.raises(dist.CollectiveTimeoutError, match=said):
+            dist.reduce(torch.ones(2, 3, dtype=torch.int32), op=dist.ReduceOp.MAX, group=group, group_dst=0)
+        store.set("told", "")
+    store.wait(["told"])
+    group.abort()
+
+
+def test_an_operation_that_takes_long_is_told_as_another(mpi: Teams) -> None:
+    mpi.run(told, 2, backend=None)
 
 
 def wrong_size(rank: int, size: int, prefix: str) -> None:
