@@ -481,15 +481,19 @@ class Engine(Health):
     def _advance(self) -> int | None:
         """Tests what is in flight; returns how many ended, ``None`` where another thread is at it."""
         ended: list[MPIWork] = []
-        if not self.calling.acquire(blocking=False):
-            return None
+        taken: list[bool] = []
         try:
+            # In one step with the note of it: the handler of a signal may raise behind it.
+            taken.extend(map(self.calling.acquire, (False,)))
+            if not taken[0]:
+                return None
             self._take_unfinished()
             ended = [work for work in self._active if work.done or self._has_ended(work)]
             if ended:
                 self._active = [work for work in self._active if not work.done]
         finally:
-            self.calling.release()
+            if taken == [True]:
+                self.calling.release()
         for work in ended:
             work.tell_end()
         return len(ended)
@@ -499,7 +503,7 @@ class Engine(Health):
             return work.move()
         except self.library.mpi.Exception as error:
             work.end(self.failed(work.operation, error, work))
-        except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
+        except RuntimeError as error:  # of its own last step; others are those of a signal's handler
             work.end(error)
         return True
 
@@ -516,14 +520,16 @@ class Engine(Health):
             return
         if now < self._check_at or now - waiting.since < _CHECK_SECONDS / 2 or self.over:
             return
-        if not self._checking.acquire(blocking=False):
-            return
+        taken: list[bool] = []
         try:
-            self._check_at = now + _CHECK_SECONDS
-            self.publish_waiting(waiting.operation)
-            self.check_peers(waiting.operation, waiting.operation.about, waiting.end)
+            taken.extend(map(self._checking.acquire, (False,)))  # as above
+            if taken[0]:
+                self._check_at = now + _CHECK_SECONDS
+                self.publish_waiting(waiting.operation)
+                self.check_peers(waiting.operation, waiting.operation.about, waiting.end)
         finally:
-            self._checking.release()
+            if taken == [True]:
+                self._checking.release()
 
     def _waits(self, rank: int, text: str) -> str:
         return f"rank {rank} waited last in {text}" if text else f"no word of waiting from rank {rank}"

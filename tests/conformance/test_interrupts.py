@@ -10,15 +10,18 @@ import contextlib
 import gc
 import importlib
 import inspect
+import itertools
 import random
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from harness import current_store, run_world
+from harness import current_store, run_ranks, run_world
 from torch_world import run_torch
 
 import collectives
@@ -38,9 +41,9 @@ def ring(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def alarms() -> Iterator[None]:
+def alarms(handler: Callable[..., Any] = ring) -> Iterator[None]:
     """Lets SIGALRM raise."""
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, handler)
     try:
         yield
     finally:
@@ -248,6 +251,57 @@ def receive_otherwise(rank: int, size: int, layer: str, turns: int) -> None:
 @layers
 def test_an_interrupted_receive_of_any_kind_takes_no_message(layer: str) -> None:
     run(layer, receive_otherwise, 4)
+
+
+# ---- waits -----------------------------------------------------------------------------------------------
+
+
+def passed_on(group: collectives.ProcessGroup) -> None:
+    """What a handler raises leaves a wait as it is, though operations, too, raise errors of its class."""
+    store, me = current_store(), group.rank()
+    got = filled(SMALL, USED)
+    for connects in (group.barrier, lambda: group.recv(got, 1) if me == 0 else group.send(got, 0)):
+        connects().wait()
+    calls = [
+        (lambda: group.recv(got, 1), lambda: group.send(filled(SMALL, SENT), 0)),
+        (lambda: group.allreduce(got), lambda: group.allreduce(filled(SMALL, SENT - USED))),
+    ]
+    if not group.needs_batches:  # a receive from the own rank may come first
+        calls.append((lambda: group.recv(got, me, 5), lambda: group.send(filled(SMALL, SENT), me, 5)))
+    cases = [(0.02, ValueError("mine")), (0.4, TimeoutError("mine"))]
+    for number, (call, (seconds, error)) in enumerate(itertools.product(calls, cases)):
+        waits, answers = call
+        itself = number >= 4
+        if me == 1:
+            if not itself:
+                store.wait([f"issued {number}"])
+                time.sleep(0.6)
+                answers().wait()
+            continue
+        got.fill_(USED)
+        work = waits()
+        if itself:
+            threading.Timer(0.6, answers).start()
+        store.set(f"issued {number}", "x")
+        interrupted(group, work, seconds, error)
+        work.wait()
+        assert group.to_host(got).eq(SENT).all()
+
+
+def interrupted(group: collectives.ProcessGroup, work: Any, seconds: float, error: Exception) -> None:
+    def raise_it(*_: object) -> None:
+        raise error
+
+    blocks = timedelta(seconds=20) if group.is_stream_ordered(torch.device("cpu")) else None
+    with alarms(raise_it):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(type(error), match="mine") as caught:
+            work.wait(blocks)
+    assert caught.value is error
+
+
+def test_what_a_handler_raises_leaves_a_wait_as_it_is(backend: str) -> None:
+    run_ranks(passed_on, 2, backend=backend, isolated=True)
 
 
 # ---- blocking collectives --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from conformance import (
     test_callbacks,
     test_errors,
     test_groups,
+    test_interrupts,
     test_messages,
     test_statements,
     test_time_limits,
@@ -74,6 +75,10 @@ def test_callbacks_wait(mpi: Teams, body: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("body", ON_THREE, ids=ids)
 def test_behaviour(mpi: Teams, body: Callable[..., Any]) -> None:
     mpi.run(body, 3)
+
+
+def test_what_a_handler_raises_leaves_a_wait_as_it_is(mpi: Teams) -> None:
+    mpi.run(test_interrupts.passed_on, 2)
 
 
 @pytest.mark.full

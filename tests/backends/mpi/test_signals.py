@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -119,6 +120,44 @@ def test_signals_at_any_time(
     mpi: Teams, what: Callable[[torch.Tensor, int], None], name: str, result: float
 ) -> None:
     mpi.run(interrupted_at_any_time, 2, what, name, result, 200, backend=None)
+
+
+def interrupted_for_others(rank: int, size: int, turns: int) -> None:
+    """A signal that ends a wait leaves nothing locked: another thread goes on with the operation."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    times = random.Random(rank)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(turns):
+            x = torch.full((64,), rank + 1.0)
+            if rank == 1:
+                time.sleep(5e-3)
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            if rank == 0:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-4, 3e-3))
+                    work.wait()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    pass
+            waits = threading.Thread(target=work.wait, daemon=True)
+            waits.start()
+            waits.join(20)
+            assert not waits.is_alive()
+            assert x.tolist() == [3.0] * 64
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    dist.destroy_process_group()
+
+
+def test_signals_leave_nothing_locked(mpi: Teams) -> None:
+    mpi.run(interrupted_for_others, 2, 60, backend=None)
 
 
 def interrupted_in_stages(rank: int, size: int, turns: int) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.test_interrupts import passed_on
 from conformance.test_renewal import broken_and_renewed
 from conformance.test_works import eventually, gate
 from harness import Died
@@ -491,6 +492,7 @@ def full(body: Any, size: int, **more: Any) -> Any:
         (needs_of_operations, 2, {}),
         (lost_under_objects, 2, LOST),
         (broken_and_renewed, 3, {}),
+        (passed_on, 2, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
