@@ -1,4 +1,4 @@
-"""The double of NCCL as a fixture, compiled where it has changed."""
+"""The double of NCCL as a fixture, compiled where it has changed, and a provider that loads it."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def nccl_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
     if pytestconfig.pluginmanager.has_plugin("cacheprovider"):
         return build(pytestconfig.cache.mkdir("nccl_double"))
     return build(tmp_path_factory.mktemp("nccl_double"))
+
+
+@pytest.fixture
+def provider() -> str:
+    """The provider of tests in which it makes no difference: all call NCCL by its own functions."""
+    from nccl_double.groups import PROVIDERS
+
+    return next((str(name) for one in PROVIDERS for name in one.values if not one.marks[0].args[0]), "cupy")

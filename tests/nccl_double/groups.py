@@ -179,3 +179,8 @@ def connected(
     assert communicator.handle == 0
     assert double.misuses() == 0
     assert double.communicators() == 0
+
+
+def name_of(value: object) -> str | None:
+    """Returns the name of a body of a test, for its id."""
+    return getattr(value, "__name__", None)

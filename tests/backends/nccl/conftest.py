@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from nccl_double.fixtures import nccl_library  # noqa: F401 - a fixture
+from nccl_double.fixtures import nccl_library, provider  # noqa: F401 - fixtures

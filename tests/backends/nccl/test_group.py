@@ -1,4 +1,4 @@
-"""ProcessGroupNCCL over the double of NCCL, under both providers: values, Works, messages, regions."""
+"""ProcessGroupNCCL over the double of NCCL: values, Works, messages, regions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_time_limits.numbers,
 ]
 
-providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
 sizes = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda size: f"{size}ranks")
 
 
@@ -56,9 +55,9 @@ def conformance(group: ProcessGroup, part: int) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize(("provider", "size"), [("cupy", 3), ("pynccl", 2)], ids=str)
-def test_conformance(nccl_library: Path, provider: str, size: int, part: int) -> None:
-    run_over_double(conformance, size, nccl_library, part, provider=provider, timeout=100)
+@pytest.mark.parametrize("size", [2, 3])
+def test_conformance(nccl_library: Path, size: int, part: int) -> None:
+    run_over_double(conformance, size, nccl_library, part, timeout=100)
 
 
 def in_both_directions(group: ProcessGroup, path: Path) -> None:
@@ -251,11 +250,11 @@ def limits_of_arguments(group: ProcessGroup) -> None:
 
 
 def barriers(group: Any, path: Path) -> None:
-    """A barrier uses the device that the group used first, unless it names another."""
+    """A barrier uses the device that the group used first, unless it names another; not that of its rank."""
     double = load(path)
-    group.allreduce(torch.ones(1)).wait()
-    first = double.last_call().communicator
     group.barrier(BarrierOptions(device=torch.device("cpu", 1))).wait()
+    first = double.last_call().communicator
+    group.allreduce(torch.ones(1)).wait()
     assert double.last_call().communicator != first
     group.barrier().wait()
     assert double.last_call().communicator == first
@@ -279,7 +278,6 @@ def chosen(group: ProcessGroup, path: Path, config: dict[str, Any], high_priorit
         ProcessGroupNCCL.Options().config.blocking = 0
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_options_reach_nccl(nccl_library: Path, provider: str) -> None:
     config = ProcessGroupNCCL.NCCLConfig(split_share=True)
@@ -319,10 +317,9 @@ def several(group: ProcessGroup) -> None:
 
 
 @pytest.mark.sampled(1)
-@providers
 @sizes
-def test_messages_and_several_at_once(nccl_library: Path, provider: str, size: int) -> None:
-    run_over_double(several, size, nccl_library, provider=provider)
+def test_messages_and_several_at_once(nccl_library: Path, size: int) -> None:
+    run_over_double(several, size, nccl_library)
 
 
 def statements_hold(group: ProcessGroup) -> tuple[int, int]:
@@ -330,8 +327,7 @@ def statements_hold(group: ProcessGroup) -> tuple[int, int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("provider", ["cupy", "pynccl"])
-def test_statements(nccl_library: Path, provider: str) -> None:
-    results = run_over_double(statements_hold, 2, nccl_library, provider=provider, timeout=100)
+def test_statements(nccl_library: Path) -> None:
+    results = run_over_double(statements_hold, 2, nccl_library, timeout=100)
     assert len(set(results)) == 1
     assert min(results[0]) > 100

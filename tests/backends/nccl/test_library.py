@@ -1,4 +1,4 @@
-"""NCCL's interface by way of both providers, between real processes, over the double of NCCL."""
+"""NCCL's interface between real processes, over the double of NCCL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from nccl_double import LastCall, NcclDouble
-from nccl_double.groups import PROVIDERS, connected, on
+from nccl_double.groups import PROVIDERS, connected, name_of, on
 
 from collectives.backends.nccl import providers
 from collectives.backends.nccl.libnccl import (
@@ -23,7 +23,6 @@ from collectives.backends.nccl.libnccl import (
     version_text,
 )
 
-pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
 FLOAT = NcclDataType.FLOAT32
 
 
@@ -95,11 +94,6 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         other.destroy()
 
 
-@pytest.mark.sampled(1)
-def test_groups(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, groups, 3)
-
-
 def splits(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, _, communicator):
         data = torch.tensor([1.0 + rank])
@@ -124,11 +118,6 @@ def splits(rank: int, size: int, provider: str, path: Path) -> None:
         again.abort()
         if part is not None:
             part.destroy()
-
-
-@pytest.mark.sampled(1)
-def test_split(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, splits, 4)
 
 
 def factors(rank: int, size: int, provider: str, path: Path) -> None:
@@ -167,10 +156,6 @@ def factors(rank: int, size: int, provider: str, path: Path) -> None:
         left = communicator.premul_sum(1.0, FLOAT)
         communicator.abort()
         communicator.destroy_op(left)
-
-
-def test_sums_with_a_factor(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, factors, 2)
 
 
 def arguments(rank: int, size: int, provider: str, path: Path) -> None:
@@ -241,10 +226,6 @@ def arguments(rank: int, size: int, provider: str, path: Path) -> None:
         same(buffer, torch.zeros(8))
 
 
-def test_arguments(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, arguments, 2)
-
-
 def statuses(rank: int, size: int, provider: str, path: Path) -> None:
     names = {
         1: "ncclUnhandledCudaError", 2: "ncclSystemError", 3: "ncclInternalError", 4: "ncclInvalidArgument",
@@ -272,10 +253,6 @@ def statuses(rank: int, size: int, provider: str, path: Path) -> None:
         double.fail_next("ncclAllReduce", 7)
         with pytest.raises(NcclError, match="NCCL_COMM_BLOCKING=1"):
             functions["ncclAllReduce"]()
-
-
-def test_every_status(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, statuses, 1)
 
 
 SETTINGS: dict[str, tuple[int, object, str, object]] = {
@@ -327,7 +304,7 @@ def settings(rank: int, size: int, provider: str, path: Path, version: int) -> N
             each.destroy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("version", [22005, 22707, 22809, 22907, 23004, 23007, 23203], ids=version_text)
 def test_settings(provider: str, version: int, nccl_library: Path) -> None:
     on(provider, nccl_library, settings, 2, version)
@@ -342,10 +319,6 @@ def values_of_settings(rank: int, size: int, provider: str, path: Path) -> None:
         double.set_version(23007)
 
 
-def test_a_policy_of_a_later_version(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, values_of_settings, 1)
-
-
 def orders_in_graphs(rank: int, size: int, provider: str, path: Path) -> None:
     """NCCL takes these together, and does not do what was asked for."""
     NcclDouble(path)
@@ -354,10 +327,6 @@ def orders_in_graphs(rank: int, size: int, provider: str, path: Path) -> None:
         with pytest.raises(ValueError, match="graph_stream_ordering=False needs graph_usage_mode=0 or 1"):
             library.check_config(NcclConfig(graph_stream_ordering=False, graph_usage_mode=mode))
     library.check_config(NcclConfig(graph_stream_ordering=True))
-
-
-def test_settings_that_exclude_each_other(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, orders_in_graphs, 1)
 
 
 def named(rank: int, size: int, provider: str, path: Path) -> None:
@@ -376,10 +345,6 @@ def named(rank: int, size: int, provider: str, path: Path) -> None:
         part.destroy()
 
 
-def test_the_name_of_a_communicator_lasts(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, named, 2)
-
-
 def test_nonblocking_communicators_are_refused(provider: str, nccl_library: Path) -> None:
     with pytest.raises(ValueError, match="blocking=False"):
         NcclConfig(blocking=False)
@@ -391,3 +356,28 @@ def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
     library = providers.load(provider)
     with pytest.raises(ValueError, match="NCCL_COMM_BLOCKING=0"):
         library.init(library.unique_id(), size, rank)
+
+
+BOTH = [(groups, 3), (arguments, 2), (statuses, 1)]
+"""What each provider's loading of NCCL could make different."""
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(("body", "size"), BOTH, ids=name_of)
+def test_by_either_provider(provider: str, nccl_library: Path, body: object, size: int) -> None:
+    on(provider, nccl_library, body, size)
+
+
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [
+        (splits, 4),
+        (factors, 2),
+        (values_of_settings, 1),
+        (orders_in_graphs, 1),
+        (named, 2),
+    ],
+    ids=name_of,
+)
+def test_calls(provider: str, nccl_library: Path, body: object, size: int) -> None:
+    on(provider, nccl_library, body, size)

@@ -1,4 +1,4 @@
-"""How communicators end, by way of both providers, over the double: in order, aborted, in error, alone."""
+"""How communicators end, over the double: in order, aborted, in error, alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import Died, current_store
 from nccl_double import NcclDouble
-from nccl_double.groups import PROVIDERS, connected, on, shared_id
+from nccl_double.groups import connected, name_of, on, shared_id
 
 from collectives.backends.nccl import providers
 from collectives.backends.nccl.libnccl import (
@@ -23,8 +23,6 @@ from collectives.backends.nccl.libnccl import (
     NcclError,
     NcclStatus,
 )
-
-pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
 
 FLOAT = NcclDataType.FLOAT32
 
@@ -83,11 +81,6 @@ def ended_by_abort(communicator: Communicator, blocked: object) -> None:
     assert ticks == 100, "the blocked call held the GIL, or did not block"
 
 
-@pytest.mark.sampled(1)
-def test_abort_from_another_thread(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, aborts, 2)
-
-
 def leaves_in_time(rank: int, size: int, provider: str, path: Path) -> None:
     """Calls that leave NCCL by themselves have a moment to do so, before their communicator is freed."""
     with connected(rank, size, provider, path) as (double, _, communicator):
@@ -110,11 +103,6 @@ def leaves_in_time(rank: int, size: int, provider: str, path: Path) -> None:
         assert not errors
 
 
-@pytest.mark.sampled(1)
-def test_abort_gives_calls_a_moment(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, leaves_in_time, 1)
-
-
 def ends(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, library, communicator):
         data = torch.ones(1)
@@ -132,11 +120,6 @@ def ends(rank: int, size: int, provider: str, path: Path) -> None:
         with library.group:
             communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, 0)
             communicator.abort()
-
-
-@pytest.mark.sampled(1)
-def test_ends(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, ends, 2)
 
 
 def waits(thread: threading.Thread) -> bool:
@@ -179,7 +162,6 @@ def together(rank: int, size: int, provider: str, path: Path) -> None:
         parts[3].abort() if rank == 1 else parts[3].destroy()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_orderly_ends_wait_for_all_ranks(provider: str, nccl_library: Path, size: int) -> None:
     on(provider, nccl_library, together, size)
@@ -204,11 +186,6 @@ def in_other_orders(rank: int, size: int, provider: str, path: Path) -> None:
                 one.destroy()
 
 
-@pytest.mark.sampled(1)
-def test_ends_in_other_orders_hang(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, in_other_orders, 2)
-
-
 def ends_beside_the_dead(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (_, _, communicator):
         if rank == 1:
@@ -216,7 +193,6 @@ def ends_beside_the_dead(rank: int, size: int, provider: str, path: Path) -> Non
         communicator.destroy()
 
 
-@pytest.mark.sampled(1)
 def test_orderly_ends_do_not_wait_for_the_dead(provider: str, nccl_library: Path) -> None:
     results = on(provider, nccl_library, ends_beside_the_dead, 3, lost=(1,))
     assert isinstance(results[1], Died)
@@ -268,11 +244,6 @@ def seen(communicator: Communicator) -> NcclError:
     raise AssertionError("no asynchronous error came")
 
 
-@pytest.mark.sampled(1)
-def test_asynchronous_errors(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, asynchronous_errors, 2)
-
-
 def killed(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, _, communicator):
         stream = double.stream()
@@ -290,7 +261,6 @@ def killed(rank: int, size: int, provider: str, path: Path) -> None:
         double.synchronize(stream)
 
 
-@pytest.mark.sampled(1)
 def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
     results = on(provider, nccl_library, killed, 3, lost=(1,))
     assert isinstance(results[1], Died)
@@ -308,7 +278,6 @@ def missing(rank: int, size: int, provider: str, path: Path) -> bool:
     return thread.is_alive()
 
 
-@pytest.mark.sampled(1)
 def test_a_rank_that_never_comes(provider: str, nccl_library: Path) -> None:
     assert on(provider, nccl_library, missing, 2) == [True, True]
 
@@ -325,6 +294,17 @@ def forgotten(rank: int, size: int, provider: str, path: Path) -> None:
         ctypes.CDLL(str(path)).ncclCommAbort(ctypes.c_void_p(handle))
 
 
-@pytest.mark.sampled(1)
-def test_a_forgotten_communicator_is_not_destroyed(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, forgotten, 2)
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [
+        (ends, 2),
+        (aborts, 2),
+        (leaves_in_time, 1),
+        (in_other_orders, 2),
+        (asynchronous_errors, 2),
+        (forgotten, 2),
+    ],
+    ids=name_of,
+)
+def test_ends(provider: str, nccl_library: Path, body: object, size: int) -> None:
+    on(provider, nccl_library, body, size)

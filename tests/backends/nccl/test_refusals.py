@@ -10,7 +10,7 @@ import pytest
 import torch
 from conformance.test_works import gate
 from nccl_double import NcclDouble
-from nccl_double.groups import PROVIDERS, load, on, run_over_double, shared_id
+from nccl_double.groups import load, on, run_over_double, shared_id
 
 from collectives import DistBackendError
 from collectives.backends.nccl import providers
@@ -69,7 +69,6 @@ def several_versions(rank: int, size: int, provider: str, path: Path) -> None:
 @pytest.mark.parametrize(
     "body", [one_gpu, one_gpu_of_several_hosts, several_versions], ids=lambda body: body.__name__
 )
-@pytest.mark.parametrize("provider", PROVIDERS)
 def test_ranks_that_do_not_fit(nccl_library: Path, provider: str, body: Any) -> None:
     on(provider, nccl_library, body, 3)
 
