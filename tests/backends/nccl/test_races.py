@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_ranks
+from nccl_double.accesses import is_on_host
 from nccl_double.device import DoubleDevice, Graph, pool_stream, races, tensors_on_device
 from nccl_double.groups import load, run_over_double
 
@@ -261,6 +262,48 @@ def test_what_nothing_orders_is_found(nccl_library: Path) -> None:
 def test_what_is_ordered_is_no_race(nccl_library: Path) -> None:
     (told,) = run_ranks(found, 1, nccl_library, ORDERED, isolated=True)
     assert [text for text in told.values() if text] == []
+
+
+def pinned(rank: int, size: int, path: Path) -> list[bool]:
+    load(path)
+    with DoubleDevice.shared(CPU).activate(), tensors_on_device():
+        copied, _ = device().to_host(torch.ones(2))
+        return [is_on_host(tensor) for tensor in (copied, device().pinned([2], torch.int32), torch.ones(2))]
+
+
+def test_what_streams_write_for_the_host_is_pinned(nccl_library: Path) -> None:
+    """CUDA copies to other memory of the host as it likes, and graphs cannot."""
+    assert run_ranks(pinned, 1, nccl_library, isolated=True) == [[True, True, False]]
+
+
+def received(group: ProcessGroup) -> None:
+    """A receive that is waited for, and a read and a write behind it."""
+    for _ in range(3):
+        x = torch.zeros(1000)
+        if group.rank() == 0:
+            group.recv(x, 1).wait()
+            assert x.sum().item() == 1000.0
+            x.add_(1)
+        else:
+            group.send(x.add_(1), 0).wait()
+
+
+def sent_and_dropped(group: ProcessGroup) -> None:
+    """Sends of temporaries, whose Works go at once, too; others get their memory."""
+    for turn in range(20):
+        if group.rank() == 0:
+            group.send(torch.full((1000,), float(turn)), 1)
+            torch.full((1000,), -1.0).add_(1)
+        else:
+            group.recv(x := torch.zeros(1000), 0).wait()
+            assert x.eq(float(turn)).all()
+
+
+@pytest.mark.parametrize("body", [received, sent_and_dropped])
+def test_messages_that_are_kept_and_awaited_are_no_races(
+    nccl_library: Path, body: Callable[[ProcessGroup], None]
+) -> None:
+    run_over_double(body, 2, nccl_library)
 
 
 def unordered(group: ProcessGroup) -> None:
