@@ -115,8 +115,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
     interpreters.environment()  # as it is now
     if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
-        systems = interpreters.OF_SYSTEMS if session.config.getoption("full") else []
-        interpreters.start(*interpreters.OF_PROGRAMS, *systems)  # one for all processes that share the tests
+        interpreters.start(*interpreters.OF_PROGRAMS)  # one for all processes that share the tests
     _segments_before.update(shared_memory())
     _sockets_before.update(_own_sockets())
 

@@ -36,15 +36,13 @@ _OF_RANKS = [
     "collectives.backends.host",
     "collectives.backends.gloo",
     "collectives.backends.round_robin",
-]
-OF_PROGRAMS = ["sklearn.datasets", "collectives.bench.comparison.command"]
-OF_SYSTEMS = [
+    # Torch's systems, most of which the compiler has loaded.
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-"""Torch's systems, which take seconds to load and which the full tier uses."""
+OF_PROGRAMS = ["sklearn.datasets", "collectives.bench.comparison.command"]
 
 _NAME = "python"
 _PATIENCE_S = 30.0
