@@ -26,8 +26,7 @@ from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
 from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
 from collectives.time_limits import time_limit
-from collectives.torch_bridge import c10d_backend
-from collectives.torch_bridge import operators as kernels
+from collectives.torch_bridge import operators
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.several_tensors import taken_apart
 from collectives.torch_bridge.work import TorchWork
@@ -209,12 +208,12 @@ def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup 
     else:
         inner = existing
     kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
-    if c10d_backend.can_be_made():
+    if operators.can_be_made():
         group = kind(inner, name, about.group_name)
-        c10d_backend.attach(group)
+        operators.attach(group)
     else:
-        kernels.acquire()
-        group = kind(inner, name, about.group_name, ended=kernels.release)
+        operators.acquire()
+        group = kind(inner, name, about.group_name, ended=operators.release)
     group.owns_inner = existing is None
     if about.device_id is not None:
         group.bound_device_id = about.device_id

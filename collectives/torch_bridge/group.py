@@ -7,8 +7,8 @@ torch reaches a group in four ways, and all of them end here:
   Python methods that it knows of. Which ones differs between torch versions, as do the names: all names of
   the table of operations are here.
 - What C++ does not forward goes through the ``c10d::`` operators, as do direct calls of them. Their kernels
-  are ours (:mod:`collectives.torch_bridge.operators`), or torch's, which call a ``Backend`` that hands on to
-  the group (:mod:`collectives.torch_bridge.c10d_backend`).
+  are ours, or torch's, which call a ``Backend`` that hands on to the group
+  (:mod:`collectives.torch_bridge.operators`).
 - ``group._get_backend(device)`` gives the object that serves a device: this group itself.
 
 No backend of torch's own is registered in the group, so that whatever should fall through all of these

@@ -1,14 +1,20 @@
-"""Kernels of the ``c10d::`` operators, so that operators called on our groups reach them.
+"""What C++ finds of our groups: a ``Backend`` that communicates, or kernels of the ``c10d::`` operators.
 
-torch's own kernels look up the C++ backend of a group, which ours have not. An operator has kernels by the
-kind of its tensors, the same for all groups of a process. Ours stand before those, at the dispatch key
-``BackendSelect``, and hand the groups of other backends on. They are there while a group of ours is: the way
-through Python costs the other groups some microseconds for every operation.
+Since the middle of 2026 torch lets Python code make a ``torch.distributed.Backend``. torch's own kernels,
+and whatever else looks up the backend of a group in C++ (recorders, hooks), then find one that hands every
+call on to the group.
+
+Before, torch's own kernels find none. An operator has kernels by the kind of its tensors, the same for all
+groups of a process. Ours stand before those, at the dispatch key ``BackendSelect``, and hand the groups of
+other backends on. They are there while a group of ours is: the way through Python costs the other groups some
+microseconds for every operation.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -70,6 +76,9 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "device_ids": ("device_ids", list),
 }
 """Arguments of operators that are fields of an option record."""
+
+
+# ---- the kernels -------------------------------------------------------------------------------------------
 
 
 class _Options(ours.Options):
@@ -206,3 +215,89 @@ def _install() -> None:
         kernel = _kernel(torch.ops._c10d_functional.batch_p2p_ops.default, 4, _batch_p2p)
         functional.impl("batch_p2p_ops", kernel, "BackendSelect", with_keyset=True)
     _libraries.extend((library, functional))
+
+
+# ---- the backend -------------------------------------------------------------------------------------------
+
+_METHODS = {
+    name: name
+    for name in (
+        *_OPERATORS.values(), "_enable_collectives_timing", "_get_sequence_number_for_group",
+        "_register_on_completion_hook", "_set_default_timeout", "_set_sequence_number_for_group",
+        "_wait_for_pending_works", "abort", "allocate_tensor", "end_coalescing", "gather_single",
+        "getBackendName", "get_reconfigure_handle", "name", "new_window", "reconfigure", "set_timeout",
+        "shrink", "shutdown", "start_coalescing", "supports_tensor_alloc",
+    )
+} | {"monitored_barrier": "monitoredBarrier", "allreduce_sparse": "allreduce"}  # fmt: skip
+"""Methods that C++ looks for in a backend, and those of the group that carry them out."""
+
+
+@functools.cache
+def can_be_made() -> bool:
+    """Returns whether torch lets Python code subclass ``Backend``, which it does since the middle of 2026."""
+
+    class Probe(c10d.Backend):
+        pass
+
+    try:
+        Probe(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+def attach(group: TorchGroup) -> None:
+    """Makes the backend of a group and registers it there, for all devices that the group serves."""
+    backend = _backend_class()(group)
+    kind = c10d.ProcessGroup.BackendType.CUSTOM
+    base: Any = c10d.ProcessGroup
+    for device in group._device_types:
+        base._register_backend(group, device, kind, backend)
+    base._set_default_backend(group, kind)
+
+
+@functools.cache
+@leave_uncompiled
+def _backend_class() -> Callable[[TorchGroup], Any]:
+    """Returns the class; it cannot be defined where torch has no constructor for its base."""
+
+    class TorchBackend(c10d.Backend):
+        """Hands every call on to the group that it belongs to, which keeps it alive."""
+
+        supports_splitting = False
+        supports_shrinking = False
+        supports_reconfigure = False
+        supports_window = False
+        _supports_time_estimate = False
+
+        def __init__(self, group: TorchGroup) -> None:
+            super().__init__(group.rank(), group.size())
+            self._group = weakref.ref(group)
+
+        @property
+        def supports_coalescing(self) -> bool:
+            return _alive(self._group).supports_coalescing
+
+        @property
+        def options(self) -> Any:
+            return _alive(self._group).options
+
+    for name, of_group in _METHODS.items():
+        setattr(TorchBackend, name, _forward(of_group))
+    return TorchBackend
+
+
+@leave_uncompiled
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return dispatch_modes.keep_work(getattr(_alive(self._group), name)(*args, **kwargs))
+
+    call.__name__ = name
+    return call
+
+
+def _alive(reference: weakref.ref[TorchGroup]) -> TorchGroup:
+    group = reference()
+    if group is None:
+        raise RuntimeError("the process group of this backend no longer exists")
+    return group

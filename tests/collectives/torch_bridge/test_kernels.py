@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch_world import BACKEND, run_torch
 
-from collectives.torch_bridge import c10d_backend
+from collectives.torch_bridge import operators as kernels
 
 OPERATORS = ["c10d::allreduce_", "c10d::gather_", "c10d::barrier"]
 if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):  # not yet in torch 2.11
@@ -54,7 +54,7 @@ def comes_and_goes(rank, size):
     assert not ours_are_there()
 
 
-@pytest.mark.skipif(c10d_backend.can_be_made(), reason="this torch takes a Backend of Python instead")
+@pytest.mark.skipif(kernels.can_be_made(), reason="this torch takes a Backend of Python instead")
 def test_kernels_come_and_go():
     run_torch(comes_and_goes, backend="gloo")
 
@@ -73,7 +73,7 @@ def ends_with_a_failure(rank, size, how):
     delattr(group.inner, how)  # the end of the world ends it again
 
 
-@pytest.mark.skipif(c10d_backend.can_be_made(), reason="this torch takes a Backend of Python instead")
+@pytest.mark.skipif(kernels.can_be_made(), reason="this torch takes a Backend of Python instead")
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 def test_kernels_go_where_the_end_of_a_group_fails(how):
     run_torch(ends_with_a_failure, 2, how, backend="gloo", isolated=True)

@@ -12,7 +12,6 @@ from torch.distributed.nn import functional as differentiable
 from torch_world import run_torch
 
 from collectives.errors import CollectiveTimeoutError
-from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 
 SIZES = [2, 3]
@@ -110,13 +109,13 @@ def sparse_and_hidden_factor(rank, size):
     group = dist.group.WORLD
     indices = torch.tensor([[0], [0]])
     add = torch.classes.c10d.ReduceOp()
-    if not c10d_backend.can_be_made():  # else a kernel of torch's own drops them
+    if not kernels.can_be_made():  # else a kernel of torch's own drops them
         with pytest.raises(RuntimeError, match="sparse"):
             torch.ops.c10d.allreduce_([torch.ones(2)], group.boxed(), add, indices)
     half = torch._C._distributed_c10d._make_nccl_premul_sum(0.5)
     options = dist.ReduceOptions()
     options.reduceOp = half
-    if c10d_backend.can_be_made():
+    if kernels.can_be_made():
         tensor = torch.ones(2)
         dist.ProcessGroup.reduce(group, [tensor], options).wait()
         equal(tensor, size / 2 if rank == 0 else 1)
@@ -261,4 +260,4 @@ def test_no_operator_of_a_group_keeps_the_kernel_of_torch():
         if schema.name.startswith("c10d::") and any(a.name == "process_group" for a in schema.arguments)
     }
     assert set(kernels._OPERATORS) == CPU_OPERATORS
-    assert takes_a_group == CPU_OPERATORS or c10d_backend.can_be_made()
+    assert takes_a_group == CPU_OPERATORS or kernels.can_be_made()
