@@ -32,8 +32,8 @@ from collectives.backends.nccl.watchdog import Watchdog
 from collectives.backends.nccl.work import Failures, KeptBack, NcclWork, PendingOperation, has_ended, pause
 from collectives.core.arguments.staging import clusters, dense_outputs
 from collectives.core.arguments.validation import fail
+from collectives.core.backend_interface import HostCopy
 from collectives.core.capabilities import Capabilities
-from collectives.core.host_copies import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, OPERATIONS, Call
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import CoalescedWork, CompletedWork, Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -16,12 +16,10 @@ def output_file(text: str | Path) -> Path:
         argparse.ArgumentTypeError: nothing can be written there.
     """
     path = Path(text)
-
-    def write() -> None:
+    with _trying(path, path.unlink):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
-
-    return _tried(path, write, path.unlink)
+    return path
 
 
 def output_folder(text: str | Path) -> Path:
@@ -31,22 +29,20 @@ def output_folder(text: str | Path) -> Path:
         argparse.ArgumentTypeError: nothing can be written there.
     """
     path = Path(text)
-
-    def write() -> None:
+    with _trying(path, path.rmdir):
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
+    return path
 
-    return _tried(path, write, path.rmdir)
 
-
-def _tried(path: Path, write: Callable[[], object], undo: Callable[[], object]) -> Path:
-    """Returns the path once something could be written there, of which nothing is left."""
+@contextlib.contextmanager
+def _trying(path: Path, undo: Callable[[], object]) -> Iterator[None]:
+    """Context that tries to write something; afterwards nothing is left of it."""
     there = path.exists()
     try:
-        write()
+        yield
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{str(path)!r} cannot be written: {error.strerror}") from error
     if not there:
         with contextlib.suppress(OSError):  # another process of a launcher may have been here
             undo()
-    return path

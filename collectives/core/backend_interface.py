@@ -20,7 +20,6 @@ import torch
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense, write
 from collectives.core.capabilities import Capabilities
-from collectives.core.host_copies import HostCopy, LateHostCopy
 from collectives.core.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Call
 from collectives.core.recording import dump
 from collectives.core.recording.flight_record import FlightRecord, Totals
@@ -42,6 +41,41 @@ from collectives.time_limits import time_limit
 
 _TAG = 2**31 - 1
 """Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
+
+
+class HostCopy(ABC):
+    """A copy that was begun; see :meth:`collectives.ProcessGroup.to_host_later`."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Returns whether :meth:`result` would not block; never blocks."""
+
+    @abstractmethod
+    def result(self) -> torch.Tensor:
+        """Returns the values; blocks until they are there.
+
+        Raises:
+            DistError: the group broke meanwhile, so that they may be anything.
+        """
+
+
+class LateHostCopy(HostCopy):
+    """A copy that is made when its values are asked for, as of tensors on the CPU.
+
+    Args:
+        make: makes it, as :meth:`collectives.ProcessGroup.to_host`.
+    """
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+
+    def done(self) -> bool:
+        """Returns ``True``: what the copy waits for is not begun later."""
+        return True
+
+    def result(self) -> torch.Tensor:
+        """Makes the copy."""
+        return self._make()
 
 
 class BackendInterface(Uncompiled, ABC):

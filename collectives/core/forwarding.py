@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collectives.core.host_copies import HostCopy
+from collectives.core.backend_interface import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.recording.flight_record import Totals, add_totals

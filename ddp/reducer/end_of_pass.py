@@ -39,8 +39,8 @@ from typing import Any
 import torch
 
 from collectives import DistError, GroupAbortedError, ProcessGroup, Work
+from collectives.core.backend_interface import HostCopy
 from collectives.core.forwarding import group_behind
-from collectives.core.host_copies import HostCopy
 from collectives.ddp.agreement import gather_records
 from collectives.ddp.default_group import default_group_or_none
 from collectives.ddp.errors import GradientSyncError
