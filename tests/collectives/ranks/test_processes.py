@@ -12,6 +12,7 @@ from pathlib import Path
 
 import bench_bodies
 import pytest
+import python_client
 from sources import PYTHONPATH
 
 from collectives.bench.core.ranks import barrier_memory
@@ -91,6 +92,7 @@ def test_ranks_end_when_the_parent_is_killed(stopped, tmp_path):
         "PYTHONPATH": PYTHONPATH,
         "TMPDIR": str(tmp_path),
     }
+    environment.pop(python_client.ADDRESS, None)  # the ranks are to be children of the script
     with subprocess.Popen(
         [sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, start_new_session=True
     ) as parent:
