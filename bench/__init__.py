@@ -10,12 +10,8 @@ from __future__ import annotations
 if __name__ != "collectives.bench":
     raise ImportError("this folder is the package collectives.bench; import it by that name")
 
-__all__ = ["PROGRAMS"]
-
 PROGRAMS = {
     "allreduce": "collectives.bench.allreduce",
-    "collectives": "collectives.bench.every_operation",
-    "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
     "paper": "collectives.bench.paper.command",
     "store": "collectives.bench.store",

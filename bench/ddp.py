@@ -14,21 +14,15 @@ backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over th
 torch.distributed, ``alone`` the bare model. ``ours:round_robin:5`` goes through 5 groups in turn, of the
 host backend or of a named one (``ours:round_robin:5:gloo``), ``torch:collectives_round_robin:3`` likewise
 under torch's wrapper. ``+NAME`` is a communication hook; ``+noop`` communicates nothing: the best that is
-possible. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many tensors:
-
-    collectives bench ddp --models layers500 --peers ours:host,ours:host+unused,torch:gloo,torch:gloo+unused
+possible. ``+unused`` looks for unused parameters, ``+views`` has gradients lie in buckets, ``+static`` says
+that all iterations are alike.
 
 ``--hooks`` names hooks for all peers. What they do to the loss is told for models that learn something:
 ``digits`` (a small convolutional network on real images) and ``language`` (a transformer on texts of a Markov
-chain; needs transformers), each with the optimizer that it learns with. With ``--machines`` each rank is on a
-network of its own, joined by a link of the speed ``--link``:
+chain; needs transformers), each with the optimizer that it learns with, others with SGD. With ``--machines``
+each rank is on a network of its own, joined by a link of the speed ``--link``:
 
     collectives bench ddp --models digits,language --hooks none,fp16,powersgd-1 --machines 2 --link 1gbit
-
-The model ``spare`` has a parameter that is not used, near the place where backward begins; beside ``small``
-it tells what such a parameter costs of the overlap, in the column /no-op:
-
-    collectives bench ddp --models small,spare --find-unused
 
 An iteration is zero_grad, forward, loss, backward and the optimizer's step. Hooks with a state average
 exactly in the warm-up. *sent* is what a rank sends in an iteration, counted from what its group does as the
@@ -77,13 +71,22 @@ from collectives.bench.core.ranks import (
     share_of,
     split_lanes,
     why_no_group,
+    without_collection,
 )
-from collectives.bench.core.records import BaseReport, Chart, Column, Skipped, Table, Timing, curve_of
+from collectives.bench.core.records import (
+    BaseReport,
+    Chart,
+    Skipped,
+    Table,
+    Timing,
+    curve_of,
+    grouped,
+    usable,
+)
 from collectives.bench.core.text import number_of_ranks, or_dash
 from collectives.bench.models import (
     LEARNING_STEPS,
     TASKS,
-    Data,
     Model,
     checksum,
     install_command,
@@ -140,26 +143,15 @@ TORCH_HOOKS: Final[Mapping[str, Any]] = {
 """torch's own that need no state."""
 
 
-def register(parallel: nn.Module, kind: str, name: str, group: Any, exact: int) -> None:
-    """Registers a hook with a wrapper.
-
-    Args:
-        parallel: the wrapper.
-        kind: whose it is: ``"ours"`` or ``"torch"``.
-        name: of the hook; empty for none.
-        group: the wrapper's.
-        exact: first steps that a hook with a state averages exactly.
-    """
-    if name:
-        state, hook = HOOKS[name](group, exact) if kind == "ours" else (None, TORCH_HOOKS[name])
-        parallel.register_comm_hook(state, hook)  # type: ignore[operator]
-
-
 KINDS = ("ours", "torch", "alone")
 """Whose wrapper: this package's, torch's, none at all."""
 
-UNUSED = "unused"
-"""The option for ``find_unused_parameters=True``."""
+OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+}
+"""Options of a peer, as arguments of its wrapper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +162,13 @@ class Peer:
         kind: one of :data:`KINDS`.
         backend: name of the backend; empty of ``alone``.
         hook: name of a communication hook; empty for none.
-        find_unused: whether this peer looks for unused parameters, whatever the others do.
+        options: names in :data:`OPTIONS`.
     """
 
     kind: str
     backend: str = ""
     hook: str = ""
-    find_unused: bool = False
+    options: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, name: str) -> Peer:
@@ -185,27 +177,27 @@ class Peer:
         Raises:
             ValueError: there is no such kind or option, or the name has another form.
         """
-        head, *options = name.split("+")
+        head, *words = name.split("+")
         kind, colon, backend = head.partition(":")
         if kind not in KINDS or (kind == "alone") == bool(colon) or (kind != "alone" and not backend):
             raise ValueError(
                 f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +OPTION if wanted"
             )
         hooks = {"ours": HOOKS, "torch": TORCH_HOOKS}.get(kind, {})
-        known = [*hooks, UNUSED] if hooks else []
-        if any(option not in known for option in options):
+        known = [*hooks, *OPTIONS] if hooks else []
+        if any(word not in known for word in words):
             raise ValueError(
                 f"peer {name!r} has no known hook or option; {kind} knows "
-                f"{', '.join(f'+{option}' for option in known) or 'none'}"
+                f"{', '.join(f'+{word}' for word in known) or 'none'}"
             )
-        named = [option for option in options if option != UNUSED]
-        if len(named) > 1 or len(set(options)) < len(options):
+        named = [word for word in words if word not in OPTIONS]
+        if len(named) > 1 or len(set(words)) < len(words):
             raise ValueError(f"peer {name!r} has an option twice, or two hooks; a wrapper takes one")
-        return cls(kind, backend, "".join(named), UNUSED in options)
+        return cls(kind, backend, "".join(named), tuple(word for word in OPTIONS if word in words))
 
     def __str__(self) -> str:
         head = f"{self.kind}:{self.backend}" if self.backend else self.kind
-        return "+".join(part for part in (head, self.hook, UNUSED * self.find_unused) if part)
+        return "+".join(filter(None, (head, self.hook, *self.options)))
 
     @property
     def communicates(self) -> bool:
@@ -217,19 +209,25 @@ class Peer:
         """Whether ``mpirun`` must start its ranks."""
         return self.kind == "ours" and "mpi" in self.backend.split(":")
 
-    # ---- whom it is compared with ------------------------------------------------------------------------
+    def wrap(self, model: nn.Module, group: Any, exact: int, bucket_cap_mb: float | None) -> nn.Module:
+        """Returns a model in the peer's wrapper.
 
-    def without_communication(self) -> Peer:
-        """Returns the peer that does the same with a hook that does nothing."""
-        return replace(self, hook=NOOP)
-
-    def plain(self) -> Peer:
-        """Returns the peer that does the same without hook and options."""
-        return replace(self, hook="", find_unused=False)
-
-    def base(self) -> Peer:
-        """Returns the peer among torch's over Gloo that does the same."""
-        return replace(self, kind=BASELINE.kind, backend=BASELINE.backend)
+        Args:
+            model: the model.
+            group: of ours; torch's wrapper takes the default group.
+            exact: first steps that a hook with a state averages exactly.
+            bucket_cap_mb: of the wrapper.
+        """
+        if self.kind == "alone":
+            return model
+        ours = self.kind == "ours"
+        wrapper: Any = DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
+        arguments = {name: value for option in self.options for name, value in OPTIONS[option].items()}
+        parallel: nn.Module = wrapper(model, bucket_cap_mb=bucket_cap_mb, **arguments)
+        if self.hook:
+            state, hook = HOOKS[self.hook](group, exact) if ours else (None, TORCH_HOOKS[self.hook])
+            parallel.register_comm_hook(state, hook)  # type: ignore[operator]
+        return parallel
 
 
 BASELINE = Peer("torch", "gloo")
@@ -313,53 +311,52 @@ class TrainingReport(BaseReport[TrainingRecord]):
         ``memory_over_torch``: its peak of memory over the peak there.
         """
         peer = Peer.parse(record.peer)
-        noop = self._without_communication(record, peer)
-        plain = self._find(record, peer.plain())
-        base = self._find(record, peer.base())
-        return {
-            "time_over_noop": record.iteration.median_us / noop.iteration.median_us if noop else None,
-            "time_over_plain": record.iteration.median_us / plain.iteration.median_us if plain else None,
-            "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
-            "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
+        base = self._find(record, replace(peer, kind=BASELINE.kind, backend=BASELINE.backend))
+        others = {
+            "noop": self._without_communication(record, peer),
+            "plain": self._find(record, replace(peer, hook="", options=())),
+            "torch": base,
         }
+        ratios: dict[str, float | None] = {
+            f"time_over_{name}": record.iteration.median_us / other.iteration.median_us if other else None
+            for name, other in others.items()
+        }
+        ratios["memory_over_torch"] = record.peak_memory_bytes / base.peak_memory_bytes if base else None
+        return ratios
+
+    def _runs(self) -> dict[tuple[str, int], list[TrainingRecord]]:
+        """Returns the records by model and number of ranks."""
+        return grouped(self.records, lambda record: (record.model, record.ranks))
 
     def charts(self) -> Sequence[Chart]:
         """Returns the iterations of all peers, for each model and number of ranks."""
+        y = "iteration (ms), slowest rank, median and p10 to p90"
         return [
             Chart(
                 f"{model}, {number_of_ranks(ranks)}",
                 "",
-                "iteration (ms), slowest rank, median and p10 to p90",
-                [
-                    curve_of("", [(record.peer, record.iteration)], 1e3)
-                    for record in self.records
-                    if (record.model, record.ranks) == (model, ranks)
-                ],
+                y,
+                [curve_of("", [(record.peer, record.iteration)], 1e3) for record in records],
             )
-            for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records)
+            for (model, ranks), records in self._runs().items()
         ]
 
     def tables(self) -> Sequence[Table]:
         """Returns a table for each model and number of ranks, and one of what they send and learn."""
         tables = []
-        for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records):
-            records = [record for record in self.records if (record.model, record.ranks) == (model, ranks)]
+        for (model, ranks), records in self._runs().items():
             first = records[0]
-            longest = max(len("peer"), *(len(record.peer) for record in records))
-            peer = Column("peer", "", -longest - 1)
             heading = (
                 f"{model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
                 f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(ranks)}, "
                 f"{first.iteration.calls} iterations; slowest rank, medians"
             )
             rows = [[record.peer, *_cells(self, record)] for record in records]
-            tables.append(Table(heading, [peer, *_COLUMNS], rows))
-            if any(
-                record.final_loss is not None or Peer.parse(record.peer).hook not in {"", NOOP}
-                for record in records
-            ):
+            tables.append(Table(heading, _COLUMNS, rows))
+            hooks = {Peer.parse(record.peer).hook for record in records} - {"", NOOP}
+            if hooks or any(record.final_loss is not None for record in records):
                 heading = f"{model}, {number_of_ranks(ranks)}: sent by a rank in an iteration, and learned"
-                tables.append(Table(heading, [peer, *_LEARNED], [_learned(record) for record in records]))
+                tables.append(Table(heading, _LEARNED, [_learned(record) for record in records]))
         return tables
 
     def reading(self) -> Sequence[str]:
@@ -373,7 +370,7 @@ class TrainingReport(BaseReport[TrainingRecord]):
 
     def _without_communication(self, record: TrainingRecord, peer: Peer) -> TrainingRecord | None:
         """Returns the record of a peer that does the same but for communication."""
-        wanted = peer.without_communication()
+        wanted = replace(peer, hook=NOOP)
         if peer == wanted or peer.kind == "alone":
             return None
         others = [wanted, *(Peer.parse(other.peer) for other in self.records)]
@@ -389,28 +386,11 @@ class TrainingReport(BaseReport[TrainingRecord]):
 
 
 _COLUMNS = (
-    Column("iteration", "(ms)", 11),
-    Column("p10", "(ms)", 9),
-    Column("p90", "(ms)", 9),
-    Column("min", "(ms)", 9),
-    Column("forward", "(ms)", 9),
-    Column("backward", "(ms)", 10),
-    Column("step", "(ms)", 8),
-    Column("/no-op", "(time)", 9),
-    Column("/plain", "(time)", 9),
-    Column("/torch", "(time)", 9),
-    Column("peak", "(MiB)", 9),
-    Column("/torch", "(memory)", 10),
-    Column("right", "", 7),
-)
-
-_LEARNED = (
-    Column("sent", "(MB)", 11),
-    Column("link", "(MB)", 11),
-    Column("loss", "(first)", 10),
-    Column("loss", "(last)", 10),
-    Column("accuracy", "", 10),
-)
+    "peer", "iteration\n(ms)", "p10\n(ms)", "p90\n(ms)", "min\n(ms)", "forward\n(ms)", "backward\n(ms)",
+    "step\n(ms)", "/no-op\n(time)", "/plain\n(time)", "/torch\n(time)", "peak\n(MiB)", "/torch\n(memory)",
+    "right",
+)  # fmt: skip
+_LEARNED = ("peer", "sent\n(MB)", "link\n(MB)", "loss\n(first)", "loss\n(last)", "accuracy")
 
 
 def _learned(record: TrainingRecord) -> list[str]:
@@ -437,13 +417,6 @@ def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:
     ]
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
-    "none": None,
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
-}
-
-
 _COLLECTIVE = {operation.name: operation.collective for operation in OPERATIONS}
 """The collective of each operation, of lists or of one tensor."""
 
@@ -456,31 +429,30 @@ class Assignment:
         peer: the peer.
         task: name of the model.
         batch: samples of each rank in an iteration.
-        length: of a sample: width and height of an image, tokens of a text.
-        optimizer: name of the optimizer; empty for the model's own.
         exact: first steps that a hook with a state averages exactly.
-        arguments: keyword arguments of the wrapper, but for what the peer says itself.
+        bucket_cap_mb: of the wrapper.
     """
 
     peer: Peer
     task: str
     batch: int
-    length: int
-    optimizer: str
     exact: int
-    arguments: Mapping[str, Any]
+    bucket_cap_mb: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A rank's first answer, after one iteration.
+@dataclass(slots=True)
+class Facts:
+    """A rank's first answer, after one iteration, and the last one, to the number zero.
 
     Attributes:
         parameters: number of trained parameters.
         parameter_tensors: number of tensors they lie in.
-        grad_norm: norm of all gradients.
+        grad_norm: norm of all gradients after the first iteration.
         start_memory_bytes: memory of the device that the rank held before the model was built.
-        loss: of this rank.
+        loss: of this rank in the first iteration.
+        checksum: of all parameters in the end, bit for bit.
+        peak_memory_bytes: most memory of the device that the rank held at any time.
+        accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
     """
 
     parameters: int
@@ -488,6 +460,12 @@ class Ready:
     grad_norm: float
     start_memory_bytes: int
     loss: float
+    checksum: int = 0
+    peak_memory_bytes: int = 0
+    accuracy: float | None = None
+
+
+PHASES = ("iteration", "forward", "backward", "step")
 
 
 @dataclass(slots=True)
@@ -495,115 +473,28 @@ class Times:
     """A rank's answer to a number of iterations.
 
     Attributes:
-        iteration_ns: nanoseconds of each, whole, and by phase.
+        ns: nanoseconds of each, whole and by phase.
         losses: of this rank in each.
         sent_bytes: the least that a rank sends in each for what its group did, on the average of all ranks;
             empty of a group that does not count it.
     """
 
-    iteration_ns: list[int] = field(default_factory=list)
-    forward_ns: list[int] = field(default_factory=list)
-    backward_ns: list[int] = field(default_factory=list)
-    step_ns: list[int] = field(default_factory=list)
+    ns: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PHASES})
     losses: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """A rank's answer to the number zero.
-
-    Attributes:
-        checksum: of all parameters, bit for bit.
-        peak_memory_bytes: most memory of the device that the rank held at any time.
-        accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
-    """
-
-    checksum: int
-    peak_memory_bytes: int
-    accuracy: float | None = None
-
-
-class Trainer:
-    """Trains one peer on one rank.
-
-    Args:
-        model: the model.
-        parallel: the same, wrapped or not.
-        data: what it is trained on.
-        optimizer: its optimizer; ``None`` for none.
-        barrier: lets all ranks go at the same time.
-        device: where model and data are.
-        sent: returns the bytes sent so far; ``None`` where they are not counted.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parallel: nn.Module,
-        data: Data,
-        optimizer: torch.optim.Optimizer | None,
-        barrier: Callable[[], None],
-        device: Device,
-        sent: Callable[[], float] | None,
-    ) -> None:
-        self.model = model
-        self._parallel = parallel
-        self._losses = data.losses
-        self._barrier = device.starting(barrier)
-        self._device = device
-        self._optimizer = optimizer
-        self._sent = sent
-
-    def iterate(self, times: Times) -> None:
-        """Runs an iteration; called by all ranks, which begin together."""
-        compute = next(self._losses)
-        before = self._sent() if self._sent else 0.0
-        self._barrier()
-        mark, between_ns = self._device.mark, self._device.between_ns
-        begin = mark()
-        self.model.zero_grad()
-        loss = compute(self._parallel)
-        forward = mark()
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward = mark()
-        if self._optimizer is not None:
-            self._optimizer.step()
-        end = mark()
-        times.iteration_ns.append(between_ns(begin, end))
-        times.forward_ns.append(between_ns(begin, forward))
-        times.backward_ns.append(between_ns(forward, backward))
-        times.step_ns.append(between_ns(backward, end))
-        times.losses.append(loss.item())
-        if self._sent:
-            times.sent_bytes.append(self._sent() - before)
-
-    def run(self, iterations: int) -> Times:
-        """Runs some iterations without garbage collection within; returns their times."""
-        times = Times()
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(iterations):
-                self.iterate(times)
-        finally:
-            gc.enable()
-        return times
-
-    def grad_norm(self) -> float:
-        """Returns the norm of all gradients."""
-        squares = [
-            parameter.grad.double().square().sum()
-            for parameter in self.model.parameters()
-            if parameter.grad is not None
-        ]
-        return float(torch.stack(squares).sum().sqrt())
+    def extend(self, new: Times) -> None:
+        """Adds those of further iterations."""
+        for name in PHASES:
+            self.ns[name] += new.ns[name]
+        self.losses += new.losses
+        self.sent_bytes += new.sent_bytes
 
 
 def train(rank: int, connection: Connection, placement: Placement, given: Assignment) -> None:
-    """Body of a rank: sends :class:`Ready`, then :class:`Times` for every number of iterations it gets.
+    """Body of a rank: sends :class:`Facts`, then :class:`Times` for every number of iterations it gets.
 
-    The number zero asks for :class:`End`.
+    The number zero asks for :class:`Facts` again.
 
     Args:
         rank: the rank that this process is.
@@ -612,61 +503,68 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
         given: what it trains.
     """
     placement.take(rank)
-    task, size = TASKS[given.task], placement.size
+    task, size, peer = TASKS[given.task], placement.size, given.peer
     device = DEVICES[placement.device]
     torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
-    data = task.data(given.batch, given.length, rank, size, device.kind)
+    data = task.data(given.batch, rank, size, device.kind)
     start_bytes = device.held_bytes()
     model = task.build().to(device.kind)
-    make = OPTIMIZERS[given.optimizer] if given.optimizer else task.optimizer
-    optimizer = None if make is None else make(model.parameters())
-    wrap, sent, leave = _join(given, rank, placement)
+    optimizer = task.optimizer(model.parameters())
+    group = None
+    if peer.kind == "ours":
+        placement.initialize(rank, peer.backend)
+        group = resolve_group(None)
+    elif peer.kind == "torch":
+        placement.initialize_torch(rank, peer.backend)
     barrier = SpinBarrier(placement.memory, rank, size)
-    trainer = Trainer(model, wrap(model), data, optimizer, barrier, device, sent)
+    parallel = peer.wrap(model, group, given.exact, given.bucket_cap_mb)
+    start = device.starting(barrier)
+
+    def iterate(times: Times) -> None:
+        compute = next(data.losses)
+        before = _least_sent(group) if group is not None else 0.0
+        start()
+        marks = [device.mark()]
+        model.zero_grad()
+        loss = compute(parallel)
+        marks.append(device.mark())
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(device.mark())
+        optimizer.step()
+        marks.append(device.mark())
+        for name, first, last in zip(PHASES, (0, 0, 1, 2), (3, 1, 2, 3), strict=True):
+            times.ns[name].append(device.between_ns(marks[first], marks[last]))
+        times.losses.append(loss.item())
+        if group is not None:
+            times.sent_bytes.append(_least_sent(group) - before)
+
+    def run(iterations: int) -> Times:
+        times = Times()
+        gc.collect()
+        with without_collection():
+            for _ in range(iterations):
+                iterate(times)
+        return times
+
     torch.manual_seed(200 + rank)  # the same dropout for all peers
-    first = trainer.run(1)
+    first = run(1)
     tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    number = sum(tensor.numel() for tensor in tensors)
-    connection.send(Ready(number, len(tensors), trainer.grad_norm(), start_bytes, first.losses[0]))
+    gradients = [tensor.grad.double() for tensor in tensors if tensor.grad is not None]
+    norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    del gradients
+    facts = Facts(sum(tensor.numel() for tensor in tensors), len(tensors), norm, start_bytes, first.losses[0])
+    connection.send(facts)
     for iterations in commands(connection):
         if iterations:
-            connection.send(trainer.run(iterations))
-        else:
-            accuracy = None if data.accuracy is None else data.accuracy(model)
-            connection.send(End(checksum(model), device.most_held_bytes(), accuracy))
+            connection.send(run(iterations))
+            continue
+        facts.accuracy = None if data.accuracy is None else data.accuracy(model)
+        facts.checksum, facts.peak_memory_bytes = checksum(model), device.most_held_bytes()
+        connection.send(facts)
     barrier.close()
-    del trainer
-    leave()
-
-
-def _join(
-    given: Assignment, rank: int, placement: Placement
-) -> tuple[Callable[[nn.Module], nn.Module], Callable[[], float] | None, Callable[[], None]]:
-    """Makes the peer's group.
-
-    Returns:
-        The function that wraps a model, the one that returns the bytes that a rank had to send so far, where
-        the group counts, and the one that leaves the group.
-    """
-    peer = given.peer
-    arguments = dict(given.arguments)
-    if peer.find_unused:
-        arguments["find_unused_parameters"] = True
-    if peer.kind == "alone":
-        return (lambda model: model), None, (lambda: None)
-    ours = peer.kind == "ours"
-    (placement.initialize if ours else placement.initialize_torch)(rank, peer.backend)
-    group = resolve_group(None) if ours else None
-
-    def wrap(model: nn.Module) -> nn.Module:
-        wrapper = DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
-        parallel: nn.Module = wrapper(model, **arguments)
-        register(parallel, peer.kind, peer.hook, group, given.exact)
-        return parallel
-
-    if group is None:
-        return wrap, None, torch_dist.destroy_process_group
-    return wrap, lambda: _least_sent(group), collectives.destroy_process_group
+    parallel = model  # the wrapper goes before its group
+    if peer.kind != "alone":
+        (torch_dist if group is None else collectives).destroy_process_group()
 
 
 def _least_sent(group: ProcessGroup) -> float:
@@ -736,18 +634,12 @@ class Options(PlacementOptions):
             communication hooks, and without one as ``none``.
         ranks: number of ranks.
         batch: samples of each rank in an iteration (where it is not named, each model's own).
-        tokens: length of a sample of text (where it is not named, each model's own).
-        optimizer: which, or none (where it is not named, sgd, and what models that learn something learn
-            with).
         iterations: iterations of each peer that count (where it is not named, 5 to 200 as the budget allows,
             or what models that learn something need).
         warmup: how many come before, not timed (where it is not named, 3, or a tenth of what models that
             learn something need).
         budget_s: seconds that the iterations of each model should take.
         bucket_cap_mb: ``bucket_cap_mb`` of the wrappers.
-        views: ``gradient_as_bucket_view=True`` for all wrappers.
-        find_unused: ``find_unused_parameters=True`` for all wrappers.
-        static: ``static_graph=True`` for all wrappers.
 
     Raises:
         ValueError: a peer, a model, a hook or a device is not known, or there is none, or there are too few
@@ -759,15 +651,10 @@ class Options(PlacementOptions):
     hooks: tuple[str, ...] | None = option(None, "--hooks", type=parse_names, metavar="NAME,...")
     ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks(), metavar="N")
     batch: int | None = option(None, "--batch", type=at_least(1), metavar="N")
-    tokens: int | None = option(None, "--tokens", type=at_least(1), metavar="N")
-    optimizer: str = option("", "--optimizer", choices=OPTIMIZERS)
     iterations: int | None = option(None, "--iters", type=at_least(1), metavar="N")
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
     budget_s: float = option(60.0, "--budget", type=float, metavar="SECONDS")
     bucket_cap_mb: float | None = option(None, "--bucket-cap", type=float, metavar="MB")
-    views: bool = option(False, "--views", action="store_true")
-    find_unused: bool = option(False, "--find-unused", action="store_true")
-    static: bool = option(False, "--static", action="store_true")
 
     def __post_init__(self) -> None:
         self.check_placement(self.ranks)
@@ -789,17 +676,8 @@ class Options(PlacementOptions):
             return [*dict.fromkeys(map(Peer.parse, names))]
         if self.peers is None:
             names = (DEFAULT_FOR_HOOKS[self.device],)
-        hooked = ([name] if hook == NONE else [name, hook] for name in names for hook in self.hooks)
-        return [*dict.fromkeys(Peer.parse("+".join(parts)) for parts in hooked)]
-
-    def wrapper_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments that all wrappers get."""
-        return {
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "gradient_as_bucket_view": self.views,
-            "find_unused_parameters": self.find_unused,
-            "static_graph": self.static,
-        }
+        hooked = (name if hook == NONE else f"{name}+{hook}" for name in names for hook in self.hooks)
+        return [*dict.fromkeys(map(Peer.parse, hooked))]
 
 
 class _Ranks:
@@ -814,22 +692,50 @@ class _Ranks:
     def __init__(self, peer: Peer, processes: RankProcesses, machines: Machines | None = None) -> None:
         self.peer = peer
         self.processes = processes
-        self.ready: list[Ready] = processes.gather()
+        self.facts: list[Facts] = processes.gather()
         self.times = [Times() for _ in range(processes.size)]
-        self.link_bytes: float | None = None if machines is None else 0.0
+        self.link_bytes = 0
         self._machines = machines
 
     def run(self, iterations: int, *, timed: bool = True) -> None:
         """Has the ranks run so many iterations and takes their times where ``timed``."""
         before = self._machines.sent_bytes(0) if self._machines else 0
         answers: list[Times] = self.processes.ask(iterations)
-        if not timed:
-            return
-        if self._machines is not None and self.link_bytes is not None:
-            self.link_bytes += self._machines.sent_bytes(0) - before
-        for mine, new in zip(self.times, answers, strict=True):
-            for name in Times.__slots__:
-                getattr(mine, name).extend(getattr(new, name))
+        if timed:
+            self.link_bytes += self._machines.sent_bytes(0) - before if self._machines else 0
+            for mine, new in zip(self.times, answers, strict=True):
+                mine.extend(new)
+
+    def record(self, task: Model, batch: int, norms: Mapping[str, float]) -> TrainingRecord:
+        """Returns what was found; the norms are those that peers must agree with, by hook."""
+        peer, first = self.peer, self.facts[0]
+        identical = len({facts.checksum for facts in self.facts}) == 1
+        near = abs(first.grad_norm - norms[peer.hook]) <= TOLERANCE * norms[peer.hook]
+        fattest = max(self.facts, key=lambda facts: facts.peak_memory_bytes)
+        steps = len(self.times[0].losses)
+        last = [loss for times in self.times for loss in times.losses[-max(1, steps // LAST_SHARE) :]]
+        sent = [count for times in self.times for count in times.sent_bytes]
+        return TrainingRecord(
+            peer=str(peer),
+            model=task.name,
+            ranks=len(self.facts),
+            batch=batch,
+            length=task.length,
+            parameters=first.parameters,
+            parameter_tensors=first.parameter_tensors,
+            peak_memory_bytes=fattest.peak_memory_bytes,
+            start_memory_bytes=fattest.start_memory_bytes,
+            communicates=peer.communicates,
+            ranks_identical=identical,
+            grad_norm=first.grad_norm,
+            agrees=not peer.communicates or (identical and near),
+            sent_bytes=statistics.fmean(sent) if sent else None,
+            link_bytes=None if self._machines is None else self.link_bytes / steps,
+            first_loss=statistics.fmean(facts.loss for facts in self.facts) if task.learns else None,
+            final_loss=statistics.fmean(last) if task.learns else None,
+            accuracy=first.accuracy,
+            **{name: Timing.of([times.ns[name] for times in self.times]) for name in PHASES},
+        )
 
 
 def measure(options: Options, progress: Progress | None = None) -> TrainingReport:
@@ -845,15 +751,13 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
             skipped.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    environment = options.environment((options.ranks,))
-    report = TrainingReport("ddp", environment, asdict(options))
+    report = TrainingReport("ddp", options.environment((options.ranks,)), asdict(options))
     models = _models(options, report.skipped)
     peers = _usable_peers(options, report.skipped)
-    with ExitStack() as stack:
-        machines = None
-        if options.machines > 1 and models and peers:
-            machines = stack.enter_context(Machines(options.machines, options.link))
-        for model in models if peers else ():
+    if not peers:
+        return report
+    with options.make_machines() as machines:
+        for model in models:
             try:
                 report.records += _measure_model(model, peers, options, machines, progress)
             except MemoryError as error:  # noqa: PERF203 - a model takes minutes
@@ -865,28 +769,20 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
 
 def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
     """Returns the models that can be built; the small one where none was named and no other can be."""
-    chosen = []
-    for name in options.models or FIELD:
-        reason = why_unavailable(TASKS[name].package)
-        if reason is None:
-            chosen.append(TASKS[name])
-        else:
-            skipped.append(Skipped(name, reason, install_command(TASKS[name].package)))
-    if options.models is None and not chosen:
-        chosen.append(TASKS["small"])
-    return chosen
+
+    def why_not(name: str) -> tuple[str | None, str]:
+        package = TASKS[name].package
+        return why_unavailable(package), install_command(package)
+
+    names = usable(options.models or FIELD, why_not, skipped)
+    return [TASKS[name] for name in names or (() if options.models else ("small",))]
 
 
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
-    usable = []
-    for peer in options.chosen_peers():
-        ours = peer.kind == "ours"
-        reason, install = why_no_group(peer.backend, options.device) if ours else (None, "")
-        if reason is None:
-            usable.append(peer)
-        else:
-            skipped.append(Skipped(str(peer), reason, install))
-    return usable
+    def why_not(peer: Peer) -> tuple[str | None, str]:
+        return why_no_group(peer.backend, options.device) if peer.kind == "ours" else (None, "")
+
+    return usable(options.chosen_peers(), why_not, skipped)
 
 
 def _measure_model(
@@ -898,107 +794,53 @@ def _measure_model(
 ) -> list[TrainingRecord]:
     """Measures all peers with one model; each round begins with another peer."""
     say = progress or (lambda _: None)
-    learns = task.optimizer is not None
-    batch, length = options.batch or task.batch, options.tokens or task.length
-    warmup = options.warmup or (LEARNING_WARMUP if learns else WARMUP)
+    batch = options.batch or task.batch
+    warmup = options.warmup or (LEARNING_WARMUP if task.learns else WARMUP)
     teams: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
             say(f"{task.name}: starting {peer}")
-            given = Assignment(
-                peer,
-                task.name,
-                batch,
-                length,
-                options.optimizer or ("" if learns else "sgd"),
-                max(2, warmup - 2),
-                options.wrapper_arguments(),
-            )
+            given = Assignment(peer, task.name, batch, max(2, warmup - 2), options.bucket_cap_mb)
             needed = ["mpi"] if peer.needs_mpi else []
             processes = options.start(train, options.ranks, given, backends=needed, machines=machines)
             teams.append(_Ranks(peer, stack.enter_context(processes), machines))
             _check_memory(task, teams, len(peers), DEVICES[options.device])
-        _run_rounds(teams, task, options, warmup, say)
-        ends: list[list[End]] = [ranks.processes.ask(0) for ranks in teams]
-    norms = _agreed_norms(teams)
-    return [_record(ranks, task, (batch, length), end, norms) for ranks, end in zip(teams, ends, strict=True)]
+        begin = time.monotonic()
+        for ranks in teams:
+            say(f"{task.name}: warming {ranks.peer} up")
+            ranks.run(max(1, warmup - 1), timed=False)  # one more was run already
+        each_s = (time.monotonic() - begin) / max(1, warmup - 1)
+        possible = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
+        wanted = options.iterations or (LEARNING_STEPS - warmup if task.learns else possible)
+        rounds = min(ROUNDS, wanted)
+        for this, order in rounds_of(teams, rounds):
+            say(f"{task.name}: round {this + 1} of {rounds}")
+            for ranks in order:
+                ranks.run(share_of(wanted, this, rounds))
+        for ranks in teams:
+            ranks.facts = ranks.processes.ask(0)
+    return records_of(teams, task, batch)
+
+
+def records_of(teams: Sequence[_Ranks], task: Model, batch: int) -> list[TrainingRecord]:
+    """Returns a record for each peer; gradients must be those of the first peer with the same hook."""
+    norms: dict[str, float] = {}
+    for ranks in teams:
+        norms.setdefault(ranks.peer.hook, ranks.facts[0].grad_norm)
+    return [ranks.record(task, batch, norms) for ranks in teams]
 
 
 def _check_memory(task: Model, teams: Sequence[_Ranks], wanted: int, device: Device) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
-    ready = teams[0].ready
+    facts = teams[0].facts
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
-    needed = (wanted - len(teams)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
-    available = len(ready) * device.memory_per_rank_bytes(len(ready))
+    needed = (wanted - len(teams)) * len(facts) * (BASE_BYTES + 5 * 4 * facts[0].parameters)
+    available = len(facts) * device.memory_per_rank_bytes(len(facts))
     if needed > available:
         raise MemoryError(
             f"{wanted} peers with {task.name} need {needed / 2**30:.1f} GiB more memory, but "
             f"{available / 2**30:.1f} GiB are available; name fewer at once by --peers"
         )
-
-
-def _run_rounds(teams: Sequence[_Ranks], task: Model, options: Options, warmup: int, say: Progress) -> None:
-    begin = time.monotonic()
-    for ranks in teams:
-        say(f"{task.name}: warming {ranks.peer} up")
-        ranks.run(max(1, warmup - 1), timed=False)  # one more was run already
-    each_s = (time.monotonic() - begin) / max(1, warmup - 1)
-    wanted = options.iterations
-    if wanted is None and task.optimizer is not None:
-        wanted = LEARNING_STEPS - warmup
-    if wanted is None:
-        wanted = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
-    rounds = min(ROUNDS, wanted)
-    for this, order in rounds_of(teams, rounds):
-        say(f"{task.name}: round {this + 1} of {rounds}")
-        for ranks in order:
-            ranks.run(share_of(wanted, this, rounds))
-
-
-def _agreed_norms(teams: Sequence[_Ranks]) -> Mapping[str, float]:
-    """Returns, by hook, the gradients' norm that peers must agree with: the first peer's with that hook."""
-    norms: dict[str, float] = {}
-    for ranks in teams:
-        norms.setdefault(ranks.peer.hook, ranks.ready[0].grad_norm)
-    return norms
-
-
-def _record(
-    ranks: _Ranks, task: Model, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
-) -> TrainingRecord:
-    peer, first = ranks.peer, ranks.ready[0]
-    identical = len({end.checksum for end in ends}) == 1
-    near = abs(first.grad_norm - norms[peer.hook]) <= TOLERANCE * norms[peer.hook]
-    fattest = max(range(len(ends)), key=lambda rank: ends[rank].peak_memory_bytes)
-    timing = {
-        field: Timing.of([getattr(times, f"{field}_ns") for times in ranks.times])
-        for field in ("iteration", "forward", "backward", "step")
-    }
-    steps = len(ranks.times[0].losses)
-    last = [loss for times in ranks.times for loss in times.losses[-max(1, steps // LAST_SHARE) :]]
-    sent = [count for times in ranks.times for count in times.sent_bytes]
-    learns = task.optimizer is not None
-    return TrainingRecord(
-        peer=str(peer),
-        model=task.name,
-        ranks=ranks.processes.size,
-        batch=shape[0],
-        length=shape[1],
-        parameters=first.parameters,
-        parameter_tensors=first.parameter_tensors,
-        peak_memory_bytes=ends[fattest].peak_memory_bytes,
-        start_memory_bytes=ranks.ready[fattest].start_memory_bytes,
-        communicates=peer.communicates,
-        ranks_identical=identical,
-        grad_norm=first.grad_norm,
-        agrees=not peer.communicates or (identical and near),
-        sent_bytes=statistics.fmean(sent) if sent else None,
-        link_bytes=None if ranks.link_bytes is None else ranks.link_bytes / steps,
-        first_loss=statistics.fmean(ready.loss for ready in ranks.ready) if learns else None,
-        final_loss=statistics.fmean(last) if learns else None,
-        accuracy=ends[0].accuracy,
-        **timing,
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

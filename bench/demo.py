@@ -3,7 +3,7 @@
 The data are the 1,797 handwritten digits that ship with scikit-learn; a fifth is held out for the test. Every
 rank begins with other random parameters, so that the wrapper must bring them together. Two things are
 checked: the test accuracy, and how far the parameters after 50 steps are from those of training on the same
-batches in one process. Leaves collectives-demo.json and collectives-demo.png.
+batches in one process. Leaves collectives-demo.json and collectives-demo.html.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,16 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import Options
-from collectives.bench.comparison.records import plot
-from collectives.bench.core.arguments import at_least, parse_sizes_argument, show_progress
+from collectives.bench.allreduce import measure
+from collectives.bench.comparison.options import SIZES, Options
+from collectives.bench.core.arguments import (
+    at_least,
+    failing_as_command,
+    parse_sizes_argument,
+    show_progress,
+)
 from collectives.bench.core.machine import usable_cores
-from collectives.bench.core.ranks import Placement, started
+from collectives.bench.core.page import write_page
 from collectives.bench.core.records import write_json
 from collectives.bench.core.text import header_lines, report_lines
 from collectives.bench.models import (
@@ -109,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         type=parse_sizes_argument,
-        default="8:64M",
+        default=SIZES,
         metavar="SIZES",
         help="sizes of the all-reduce (default: %(default)s)",
     )
@@ -118,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=output_folder,
         default=Path(),
         metavar="DIR",
-        help="where to leave the JSON file and the plot (default: here)",
+        help="where to leave the JSON file and the page (default: here)",
     )
 
 
@@ -130,25 +132,26 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check_packages()
     begin = time.monotonic()
-    try:
+    with failing_as_command(RankFailedError):
         outcome = train_in_parallel(arguments.nproc, arguments.steps)
-        _tell(outcome)
-        complaints = complaints_about(outcome)
+        print(
+            f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
+            f"{outcome.lanes} host groups in turn, {outcome.train_s:.1f} s."
+        )
+        for name, found, _ in checks(outcome):
+            print(f"  {name:36} {found}", flush=True)
+        complaints = [f"{name}: {found}" for name, found, holds in checks(outcome) if not holds]
         options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
-        report = measure(options, show_progress)
-    except RankFailedError as error:
-        raise CommandError(str(error)) from error
-    show_progress("")
+        report = measure(options, show_progress, "demo")
     print("\n".join([*header_lines(report), *report_lines(report)]))
     wrong = sum(record.wrong_elements for record in report.records)
     if wrong:
         complaints.append(f"{wrong} elements of all-reduce results were wrong")
-    left = [arguments.out / "collectives-demo.json", arguments.out / "collectives-demo.png"]
-    write_json(left[0], {**report.as_json(), "program": "demo", "training": asdict(outcome)})
-    if report.records:
-        plot(report, left[1])
-    else:
+    if not report.records:
         complaints.append("no backend could be measured")
+    left = [arguments.out / "collectives-demo.json", arguments.out / "collectives-demo.html"]
+    write_json(left[0], {**report.as_json(), "training": asdict(outcome)})
+    write_page(left[1], report, "collectives demo")
     print(f"\nLeft {left[0]} and {left[1]}; took {time.monotonic() - begin:.0f} s.")
     for complaint in complaints:
         print(f"collectives demo: FAILED: {complaint}", file=sys.stderr)
@@ -164,8 +167,7 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
     compared = min(steps, COMPARED_STEPS)
     print(f"Training on {ranks} ranks ...", flush=True)
-    with started(_train_rank, ranks, recipe, compared) as processes:
-        results = processes.gather()
+    results = collectives.launch(_train_rank, (recipe, compared), ranks)
     first = results[0]
     torch.set_num_threads(usable_cores())
     difference = (first["compared"] - train_alone(ranks, recipe, compared)).abs().max().item()
@@ -184,42 +186,31 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     )
 
 
-def _train_rank(
-    rank: int, connection: Connection, placement: Placement, recipe: Recipe, compared: int
-) -> None:
-    """Trains on one rank and sends what the parent compares."""
-    from tqdm import tqdm
-
-    placement.take(rank)
-    torch.set_num_threads(max(1, usable_cores() // placement.size))
+def _train_rank(recipe: Recipe, compared: int) -> dict[str, Any]:
+    """Trains on one rank, and returns what is compared."""
+    collectives.init_process_group("host")
+    rank, size = collectives.get_rank(), collectives.get_world_size()
+    torch.set_num_threads(max(1, usable_cores() // size))
     digits = load_digits()
-    placement.initialize(rank, "host")
     group = round_robin_process_groups([collectives.new_group() for _ in range(LANES)])
     model = build_model(seed=rank)
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
     result: dict[str, Any] = {}
-    tqdm.set_lock(threading.RLock())  # tqdm's own spans processes, and is left over where a rank is ended
-    # None draws the bar on a terminal only: a log would hold each of its states.
-    with tqdm(total=recipe.steps, desc="training", unit="step", disable=None if rank == 0 else True) as bar:
 
-        def after_step(step: int, loss: float) -> None:
-            if step == compared:
-                result["compared"] = flat_parameters(model)
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update()
-            if rank == 0 and bar.disable:
-                show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
+    def after_step(step: int, loss: float) -> None:
+        if step == compared:
+            result["compared"] = flat_parameters(model)
+        if rank == 0:
+            show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
 
-        begin = time.monotonic()
-        train_digits(
-            parallel, digits.train, recipe, batches(digits.train, recipe, rank, placement.size), after_step
-        )
-        result["train_s"] = time.monotonic() - begin
+    begin = time.monotonic()
+    train_digits(parallel, digits.train, recipe, batches(digits.train, recipe, rank, size), after_step)
+    result["train_s"] = time.monotonic() - begin
     result["final"] = flat_parameters(model)
     result["accuracy"] = accuracy(model, digits.test)
     collectives.barrier()
     collectives.destroy_process_group()
-    connection.send(result)
+    return result
 
 
 def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
@@ -235,42 +226,22 @@ def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
     return flat_parameters(model)
 
 
-def _tell(outcome: Outcome) -> None:
-    """Prints what came of the training."""
+def checks(outcome: Outcome) -> list[tuple[str, str, bool]]:
+    """Returns what is checked of a training, what was found with what is wanted, and whether it is so."""
+    accuracy_, difference = outcome.test_accuracy, outcome.max_abs_difference
+    read = f"{accuracy_:.2%} of {outcome.test_images} images (must be {MIN_ACCURACY:.0%} or more)"
+    steps = f"{outcome.compared_steps} steps (at most {MAX_DIFFERENCE:.0e} is rounding)"
     same = "bitwise the same" if outcome.ranks_identical else "DIFFERENT"
-    print(
-        f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
-        f"{outcome.lanes} host groups in turn, {outcome.train_s:.1f} s.\n"
-        f"  test accuracy                        {outcome.test_accuracy:.2%} of {outcome.test_images} images "
-        f"(at least {MIN_ACCURACY:.0%})\n"
-        f"  largest difference from one process  {outcome.max_abs_difference:.2e} after "
-        f"{outcome.compared_steps} steps (at most {MAX_DIFFERENCE:.0e})\n"
-        f"  parameters on all ranks              {same}\n",
-        flush=True,
-    )
-
-
-def complaints_about(outcome: Outcome) -> list[str]:
-    """Returns what is wrong with a training; nothing where all is well."""
-    complaints = []
-    if not outcome.test_accuracy >= MIN_ACCURACY:  # so that NaN fails, too
-        complaints.append(
-            f"test accuracy is {outcome.test_accuracy:.2%} after {outcome.steps} steps, but must be "
-            f"{MIN_ACCURACY:.0%} or more"
-        )
-    if not outcome.max_abs_difference <= MAX_DIFFERENCE:
-        complaints.append(
-            f"parameters differ by {outcome.max_abs_difference:.2e} from training in one process, but at "
-            f"most {MAX_DIFFERENCE:.0e} is rounding"
-        )
-    if not outcome.ranks_identical:
-        complaints.append("parameters differ between ranks")
-    return complaints
+    return [
+        ("test accuracy", read, accuracy_ >= MIN_ACCURACY),
+        ("difference from one process", f"{difference:.2e} after {steps}", difference <= MAX_DIFFERENCE),
+        ("parameters on all ranks", same, outcome.ranks_identical),
+    ]
 
 
 def _check_packages() -> None:
     """Raises unless the packages of the extra ``demo`` are installed."""
-    modules = {"scikit-learn": "sklearn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+    modules = {"scikit-learn": "sklearn", "plotly": "plotly"}
     missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise CommandError(

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench.comparison.measurement import available_backends, measure
-from collectives.bench.comparison.options import Options
+from collectives.bench.allreduce import Options, available_backends, measure
 from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.records import Skipped
 from collectives.ranks.processes import RankFailedError
@@ -72,7 +71,7 @@ def _untested() -> Iterator[str]:
             f"Not tested here: the nccl backend on the {torch.cuda.device_count()} GPUs with every function "
             "and data type, and what its ranks see when one dies, stops or leaves. This command does that:"
         )
-        yield "    collectives accept --markdown report.md"
+        yield "    collectives accept --json report.json"
 
 
 def _settings() -> Iterator[str]:

@@ -42,20 +42,23 @@ class Data:
     accuracy: Callable[[nn.Module], float] | None = None
 
 
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model and its data.
 
     Attributes:
         batch: samples of a rank in an iteration where the user names no number.
-        length: of a sample where the user names none: width and height of an image, tokens of a text,
-            rows of a table.
+        length: of a sample: width and height of an image, tokens of a text.
         build: returns it with fresh random weights, in training mode.
         package: what it needs besides torch; empty for nothing.
         inputs: returns random keyword arguments of its forward for so many samples of such length, drawn from
             the generator; none of a model that learns something.
         learn: makes a rank's data, as of :meth:`data`, of a model that learns something.
-        optimizer: the one that it learns with; ``None`` where it learns nothing, and any will do.
+        optimizer: the one that it is trained with.
         name: as the command line calls it.
     """
 
@@ -64,15 +67,20 @@ class Model:
     build: Callable[[], nn.Module]
     package: str = ""
     inputs: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]] = lambda *_: {}
-    learn: Callable[[int, int, int, int, str], Data] | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    learn: Callable[[int, int, int, str], Data] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd
     name: str = ""
 
-    def data(self, batch: int, length: int, rank: int, size: int, device: str) -> Data:
+    @property
+    def learns(self) -> bool:
+        """Whether its data can be learned."""
+        return self.learn is not None
+
+    def data(self, batch: int, rank: int, size: int, device: str) -> Data:
         """Returns what a rank trains on: one random batch again and again where nothing is learned."""
         if self.learn is not None:
-            return self.learn(batch, length, rank, size, device)
-        made = self.inputs(batch, length, torch.Generator().manual_seed(100 + rank))
+            return self.learn(batch, rank, size, device)
+        made = self.inputs(batch, self.length, torch.Generator().manual_seed(100 + rank))
         inputs = {name: tensor.to(device) for name, tensor in made.items()}
         return Data(repeat(lambda parallel: loss_of(parallel(**inputs))))
 
@@ -176,14 +184,6 @@ class _Small(nn.Module):
         return torch.as_tensor(self.head(self.body(pixel_values)))
 
 
-class _Spare(_Small):
-    """The same with one more layer behind the others, which forward leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(1000, 10)
-
-
 def residual_reader() -> nn.Module:
     """Returns a residual network that reads digits from grey images of 8 x 8 pixels or more."""
     return nn.Sequential(
@@ -196,28 +196,6 @@ def residual_reader() -> nn.Module:
         nn.Flatten(),
         nn.Linear(64, 10),
     ).train()
-
-
-DEPTH = 500
-WIDTH = 64
-
-
-class _Layers(nn.Module):
-    """Many small layers, each of which adds a little to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the input's shape."""
-        for layer in self.layers:
-            rows = rows + layer(rows) / DEPTH
-        return rows
-
-
-def _rows(batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {"rows": torch.randn(batch, length, WIDTH, generator=generator)}
 
 
 _MINI = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -240,11 +218,8 @@ MODELS: Final = _named(
         "bert-base": _of_the_field(1, 128, _tokens, "Bert"),
         "bert-mini": _of_the_field(4, 64, _tokens, "Bert", **_MINI),
         "gpt2": _of_the_field(1, 128, _tokens, "GPT2", use_cache=False),
-        # torch's own layers, 4.1 M parameters; the same with a layer that is not used
+        # torch's own layers, 4.1 M parameters
         "small": Model(2, 64, _Small, inputs=_images),
-        "spare": Model(2, 64, _Spare, inputs=_images),
-        # 2.1 M parameters in 1000 tensors
-        "layers500": Model(4, 64, _Layers, inputs=_rows),
     }
 )
 """Models that are only good for their times, by name."""
@@ -281,24 +256,18 @@ class Digits:
     train: TensorDataset
     test: TensorDataset
 
-    def to(self, device: str) -> Digits:
-        """Returns the same on a type of device; what is there already is not copied."""
-        train, test = (
-            TensorDataset(*(tensor.to(device) for tensor in part.tensors)) for part in (self.train, self.test)
-        )
-        return Digits(train, test)
 
-
-def load_digits() -> Digits:
-    """Returns the images, always divided in the same way; reads no network."""
+def load_digits(device: str = "cpu") -> Digits:
+    """Returns the images on a type of device, always divided in the same way; reads no network."""
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 
     images, digits = load(return_X_y=True)
     halves = train_test_split(images, digits, test_size=0.2, random_state=0, stratify=digits)
-    train_x, test_x = (torch.from_numpy(x).float().div(16).reshape(-1, 1, 8, 8) for x in halves[:2])
-    train_y, test_y = (torch.from_numpy(y).long() for y in halves[2:])
-    return Digits(TensorDataset(train_x, train_y), TensorDataset(test_x, test_y))
+    x = [torch.from_numpy(part).float().div(16).reshape(-1, 1, 8, 8).to(device) for part in halves[:2]]
+    y = [torch.from_numpy(part).long().to(device) for part in halves[2:]]
+    train, test = (TensorDataset(*both) for both in zip(x, y, strict=True))
+    return Digits(train, test)
 
 
 def build_model(seed: int) -> nn.Sequential:
@@ -385,9 +354,9 @@ LEARNING_STEPS = 300
 _RECIPE = Recipe(LEARNING_STEPS)
 
 
-def _digits(batch: int, length: int, rank: int, size: int, device: str) -> Data:  # noqa: ARG001
+def _digits(batch: int, rank: int, size: int, device: str) -> Data:
     """A small convolutional network reads handwritten digits; SGD with momentum."""
-    data = load_digits().to(device)
+    data = load_digits(device)
     images, labels = data.train.tensors
 
     def losses() -> Iterator[Callable[[nn.Module], torch.Tensor]]:
@@ -415,7 +384,7 @@ def _language_model() -> nn.Module:
     return trained
 
 
-def _language(batch: int, length: int, rank: int, size: int, device: str) -> Data:  # noqa: ARG001
+def _language(batch: int, rank: int, size: int, device: str) -> Data:  # noqa: ARG001
     """A transformer learns which word follows which: random texts of a random Markov chain; Adam."""
     generator = torch.Generator().manual_seed(0)
     follows = torch.softmax(3 * torch.randn(_WORDS, _WORDS, generator=generator), dim=1)
@@ -424,7 +393,7 @@ def _language(batch: int, length: int, rank: int, size: int, device: str) -> Dat
     def losses() -> Iterator[Callable[[nn.Module], torch.Tensor]]:
         while True:
             text = [torch.randint(_WORDS, (batch, 1), generator=own)]
-            for _ in range(length - 1):
+            for _ in range(_LENGTH - 1):
                 text.append(torch.multinomial(follows[text[-1][:, 0]], 1, generator=own))
             ids = torch.cat(text, dim=1).to(device)
             yield lambda parallel, ids=ids: parallel(input_ids=ids, labels=ids).loss  # type: ignore[misc]

@@ -35,7 +35,7 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.ranks import LOCALHOST, TIMEOUT
-from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, grouped
 from collectives.ranks.processes import RankFailedError, SpawnedRanks
 from collectives.secret import provided
 from collectives.store import TCPStore
@@ -92,8 +92,6 @@ class Options:
             for name in names:
                 if name not in known:
                     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be 1 or more, but is {self.rounds}")
         if not 0 < self.seconds < 3600:
             raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
 
@@ -122,16 +120,6 @@ class StoreRecord:
         return self.calls_per_s["collectives"] / self.calls_per_s["torch"]
 
 
-_COLUMNS = (
-    Column("server", "", -9),
-    Column("operation", "", -12),
-    Column("collectives", "(calls/s)", 13),
-    Column("torch", "(calls/s)", 10),
-    Column("ratio", "", 8),
-    Column("right", "", 7),
-)
-
-
 class StoreReport(BaseReport[StoreRecord]):
     """All that the program found out."""
 
@@ -141,38 +129,35 @@ class StoreReport(BaseReport[StoreRecord]):
 
     def tables(self) -> Sequence[Table]:
         """Returns all records in a table."""
+        columns = ("server", "operation", *(f"{store}\n(calls/s)" for store in _KINDS), "ratio", "right")
         rows = [
             (
                 record.server,
                 record.operation,
-                f"{record.calls_per_s['collectives']:.0f}",
-                f"{record.calls_per_s['torch']:.0f}",
+                *(f"{record.calls_per_s[store]:.0f}" for store in _KINDS),
                 f"{record.over_torch:.2f}",
                 "yes" if record.right else "no",
             )
             for record in self.records
         ]
-        return [Table("calls by a client, median of the rounds", _COLUMNS, rows)]
+        return [Table("calls by a client, median of the rounds", columns, rows)]
 
     def charts(self) -> Sequence[Chart]:
         """Returns the calls in a second of both stores, for each place of the servers."""
-        return [
-            Chart(f"server: {server}", "", "calls/s, median and range", self._curves(server))
-            for server in dict.fromkeys(record.server for record in self.records)
-        ]
-
-    def _curves(self, server: str) -> list[Curve]:
-        records = [record for record in self.records if record.server == server]
-        return [
-            Curve(
-                store,
-                [record.operation for record in records],
-                [record.calls_per_s[store] for record in records],
-                [min(record.rounds[store]) for record in records],
-                [max(record.rounds[store]) for record in records],
-            )
-            for store in _KINDS
-        ]
+        charts = []
+        for server, records in grouped(self.records, lambda record: record.server).items():
+            curves = [
+                Curve(
+                    store,
+                    [record.operation for record in records],
+                    [record.calls_per_s[store] for record in records],
+                    [min(record.rounds[store]) for record in records],
+                    [max(record.rounds[store]) for record in records],
+                )
+                for store in _KINDS
+            ]
+            charts.append(Chart(f"server: {server}", "", "calls/s, median and range", curves))
+        return charts
 
 
 class _Counted:

@@ -4,8 +4,8 @@ Sections: preflight (driver, CUDA, one libnccl, both providers, topology), confo
 data type beside torch's own NCCL), streams (late producers, memory that is given out again, no waiting on the
 host), failures (ranks that die, stop, do not come or leave), bandwidth (all-reduces beside torch's own NCCL),
 training (beside torch's DistributedDataParallel), host-cost (of a call, with CUDA and NCCL stubbed) and tests
-(those of the repository). Ends with status 1 where a row failed or was skipped. The files of --json,
---html and --markdown are the report to send.
+(those of the repository). Ends with status 1 where a row failed or was skipped. The files of --json and
+--html are the report to send.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
-from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, budget_for, root
+from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, root
 from collectives.bench.core.arguments import add_files, parse_counts, parse_names, write_files
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
 from collectives.cli import CommandError
-from collectives.cli.output_files import output_file
 
 _CUDA = "collectives.bench.acceptance.platform"
 _DOUBLE = "nccl_double.platform"
@@ -31,9 +28,6 @@ _DOUBLE = "nccl_double.platform"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
-    parser.add_argument(
-        "--device", choices=("cuda",), default="cuda", help="where the tensors are (default: cuda)"
-    )
     parser.add_argument(
         "--ranks",
         type=parse_counts(1),
@@ -55,9 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run over the double of NCCL that the repository's tests have, without a GPU",
     )
     add_files(parser)
-    parser.add_argument(
-        "--markdown", type=output_file, metavar="FILE", help="write the report there as Markdown"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,21 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     platform.prepare()
     ranks = arguments.ranks or (1, *numbers_of_ranks(len(platform.gpus())))
     plan = Plan(module, platform, ranks, arguments.short)
-    budget = budget_for(plan, arguments.sections)
-    plan = replace(plan, measurement_s=budget.measurement_s)
-    options = {
-        "ranks": [*ranks],
-        "sections": [*arguments.sections],
-        "short": arguments.short,
-        "measurement_s": budget.measurement_s,
-    }
+    options = {"ranks": [*ranks], "sections": [*arguments.sections], "short": arguments.short}
     report = Report("collectives accept", {"on": platform.title, **describe_machine()}, options)
-    print(f"# {report.program}: {platform.title}; {budget}", flush=True)
+    print(f"# {report.program}: {platform.title}", flush=True)
     for name in arguments.sections:
         for row in SECTIONS[name](plan):
             report.records.append(row)
             print(row.line(), flush=True)
-            _write(report, arguments)  # what there is, should the machine go down
+            write_files(report, arguments)  # what there is, should the machine go down
     print(f"# {report.summary()}")
     return int(not 0 < report.count(Verdict.PASSED) == len(report.records))
 
@@ -120,11 +104,3 @@ def _find_double() -> None:
     folders = [str(path) for path in (tests, support, support / "ranks", support / "interpreters")]
     sys.path[:0] = folders  # spawned ranks get this process's path, started ones the variable
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _write(report: Report, arguments: argparse.Namespace) -> None:
-    write_files(report, arguments)
-    markdown: Path | None = arguments.markdown
-    if markdown is not None:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(report.markdown(), encoding="utf-8")

@@ -1,16 +1,16 @@
-"""Rows with a verdict each, as they are printed, and as JSON and Markdown."""
+"""Rows with a verdict each, as they are printed, and as JSON and a page."""
 
 from __future__ import annotations
 
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from collectives.bench.core.arguments import telling_how_long
-from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, grouped
 
 Found = tuple[str, Mapping[str, Any]]
 """What a check found, in words and as figures."""
@@ -82,15 +82,6 @@ def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
     return Row(section, name, verdict, said, time.monotonic() - began, figures)
 
 
-_COLUMNS = (
-    Column("section", "", -12),
-    Column("check", "", -32),
-    Column("verdict", "", -8),
-    Column("found", "", -40),
-    Column("time", "(s)", 8),
-)
-
-
 class Report(BaseReport[Row]):
     """The rows of a run."""
 
@@ -103,34 +94,15 @@ class Report(BaseReport[Row]):
         rows = [
             (row.section, row.name, row.verdict.value, row.said, f"{row.seconds:.1f}") for row in self.records
         ]
-        return [Table(self.summary(), _COLUMNS, rows)]
+        return [Table(self.summary(), ("section", "check", "verdict", "found", "time\n(s)"), rows)]
 
     def charts(self) -> Sequence[Chart]:
-        """Returns how long each row of a section took, and the measured times of all-reduces over size."""
-        return [*self._durations(), *self._speeds()]
-
-    def _durations(self) -> Iterator[Chart]:
-        verdicts = [verdict for verdict in Verdict if self.count(verdict)]
-        curves = []
-        for verdict in verdicts:
-            rows = [row for row in self.records if row.verdict is verdict]
-            curves.append(Curve(verdict.value, [row.section for row in rows], [row.seconds for row in rows]))
-        if curves:
-            yield Chart("how long the rows of each section took", "", "seconds", curves, stacked=True)
-
-    def _speeds(self) -> Iterator[Chart]:
-        y = "time (us), slowest rank, median and p10 to p90"
-        for row in self.records:
-            if row.section == "bandwidth" and "records" in row.figures:
-                charts: dict[str, dict[str, list[tuple[float, Timing]]]] = {}
-                for record in row.figures["records"]:
-                    cold = Timing(**{name: record["cold"][name] for name in Timing.__slots__})
-                    by_peer = charts.setdefault(record["operation"], {})
-                    by_peer.setdefault(record["peer"], []).append((record["size_bytes"], cold))
-                where = row.name.partition(", ")[2]
-                for operation, by_peer in charts.items():
-                    curves = [curve_of(peer, points) for peer, points in by_peer.items()]
-                    yield Chart(f"{operation}, {where}", "size (bytes)", y, curves)
+        """Returns how long each row of a section took."""
+        curves = [
+            Curve(verdict.value, [row.section for row in rows], [row.seconds for row in rows])
+            for verdict, rows in grouped(self.records, lambda row: row.verdict).items()
+        ]
+        return [Chart("how long the rows of each section took", "", "seconds", curves, stacked=True)]
 
     def count(self, verdict: Verdict) -> int:
         """Returns the number of rows with a verdict."""
@@ -140,15 +112,3 @@ class Report(BaseReport[Row]):
         """Returns the numbers of rows by verdict."""
         counts = Counter(row.verdict for row in self.records)
         return ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
-
-    def markdown(self) -> str:
-        """Returns a table of all rows under what they were found on, to be sent as it is."""
-        about = {**self.environment, **self.options}
-        lines = [f"# {self.program}: {self.summary()}", ""]
-        lines += [f"- {name}: {value}" for name, value in about.items()]
-        lines += ["", "| section | check | verdict | found | seconds |", "|---|---|---|---|---|"]
-        for row in self.records:
-            said = row.said.replace("|", "\\|").replace("\n", "<br>")
-            cells = (row.section, row.name, row.verdict.value, said, f"{row.seconds:.1f}")
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines) + "\n"

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,13 +33,11 @@ from collectives.bench.acceptance import failures, streams
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.ranks import Case, run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Found, Row, checked
-from collectives.bench.comparison.goals import check as check_goal
-from collectives.bench.comparison.goals import parse_goal
-from collectives.bench.comparison.measurement import measure
+from collectives.bench.allreduce import Options, measure
 from collectives.bench.comparison.operations import OPERATIONS
-from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.records import Record
 from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.records import Skipped, grouped
 from collectives.bench.core.text import format_bytes, number_of_ranks, parse_sizes
 from collectives.conformance.examination import Answer, Question, Status, examine, questions, unkept
 from collectives.core.types import AllreduceOptions
@@ -46,6 +45,43 @@ from collectives.registry.backends import GroupOptions
 
 _WARM_UP = 100
 _COUNTED = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is checked.
+
+    Attributes:
+        module: of the platform.
+        platform: where.
+        ranks: numbers of ranks; 1 is for training alone.
+        short: whether one data type and one provider stand for all, and measurements take a moment.
+    """
+
+    module: str
+    platform: Platform
+    ranks: Sequence[int]
+    short: bool
+
+    @property
+    def several(self) -> Sequence[int]:
+        """The numbers of ranks that have somebody to talk to."""
+        return [ranks for ranks in self.ranks if ranks > 1]
+
+    @property
+    def providers(self) -> Sequence[str]:
+        """The providers that are asked for values; elsewhere the first one stands for all.
+
+        They differ in how they load NCCL, which is called in the same way after that.
+        """
+        return providers.PROVIDERS[:1] if self.short else providers.PROVIDERS
+
+    def judges_times(self, ranks: int) -> bool:
+        """Returns whether times tell something: where each rank has a device of its own."""
+        return self.platform.times_tell and ranks <= len(self.platform.gpus())
+
+
+# ---- host-cost -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,23 +116,22 @@ def measure_host_cost(calls: int) -> list[Cost]:
         "all_reduce, synchronous": lambda: group.allreduce([tensor], inline).wait(),
         "all_reduce of 10, coalesced": lambda: group.allreduce_coalesced(tensors).wait(),
     }
+    costs = []
     try:
-        return [Cost(name, *_counted(call), _timed(call, calls)) for name, call in ways.items()]
+        for name, call in ways.items():
+            for _ in range(_WARM_UP):
+                call()
+            # The fewest of several: some calls wake the watchdog, which sleeps while it has nothing to watch.
+            frames, c_calls = min(_count(call) for _ in range(_COUNTED))
+            times = timeit.repeat(call, number=1, repeat=calls)
+            costs.append(Cost(name, frames, c_calls, statistics.median(times) * 1e6))
     finally:
         group.abort()
-
-
-def _counted(call: Callable[[], object]) -> tuple[int, int]:
-    """Returns the frames and the calls of C functions of one call; the fewest of several.
-
-    Some calls wake the watchdog, which sleeps while it has nothing to watch.
-    """
-    for _ in range(_WARM_UP):
-        call()
-    return min(_count(call) for _ in range(_COUNTED))
+    return costs
 
 
 def _count(call: Callable[[], object]) -> tuple[int, int]:
+    """Returns the frames and the calls of C functions of one call."""
     seen = {"call": -1, "c_call": -1}  # the lambda's frame, and the end of the counting
 
     def count(_: FrameType, event: str, __: object) -> None:
@@ -109,15 +144,6 @@ def _count(call: Callable[[], object]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return seen["call"], seen["c_call"]
-
-
-def _timed(call: Callable[[], object], calls: int) -> float:
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e6
 
 
 _NOTHING: Final = ctypes.cast(ctypes.CDLL(None).pthread_mutexattr_destroy, ctypes.c_void_p).value or 0
@@ -162,8 +188,6 @@ class _Device(CudaDevice):
         return 65
 
 
-GOAL: Final = "{ours} <= {theirs} * 1.1 + 10 us"
-"""Python's share of a call, and a tenth, which runs of NCCL with itself differ by."""
 LIMITS: Final[Mapping[str, tuple[int, float]]] = {
     "all_reduce, asynchronous": (40, 15.0),
     "all_reduce, synchronous": (41, 15.0),
@@ -171,7 +195,45 @@ LIMITS: Final[Mapping[str, tuple[int, float]]] = {
 }
 """Most frames of Python and microseconds of a call, by the names of :func:`measure_host_cost`."""
 
-SLOWER: Final = 1.05
+_CALLS: Final = 5000
+_SHORT_CALLS: Final = 200
+
+
+def _host_cost(plan: Plan) -> Iterator[Row]:
+    """Yields a row for each way to call an all-reduce, with CUDA and NCCL stubbed."""
+    costs: dict[str, Cost] = {}
+
+    def run() -> Found:
+        costs.update((cost.call, cost) for cost in measure_host_cost(_SHORT_CALLS if plan.short else _CALLS))
+        return f"{len(costs)} ways to call", {}
+
+    yield checked("host-cost", "all", run)
+    for name, cost in costs.items():
+        yield checked("host-cost", name, partial(_cost, cost, *LIMITS[name], plan.platform.times_tell))
+
+
+def _cost(cost: Cost, frames: int, limit_us: float, times_tell: bool) -> Found:
+    found = f"{cost.microseconds:.1f} us, {cost.frames} frames of Python, {cost.c_calls} calls of C"
+    if cost.frames > frames:
+        raise CheckFailedError(f"{found}; {frames} frames are allowed")
+    return _judged_time(found, asdict(cost), cost.microseconds, limit_us, times_tell)
+
+
+def _judged_time(found: str, figures: Mapping[str, Any], us: float, limit_us: float, tells: bool) -> Found:
+    if not tells:
+        return f"{found}; no verdict on times here", figures
+    if us > limit_us:
+        raise CheckFailedError(f"{found}; {limit_us:.1f} us are allowed")
+    return found, figures
+
+
+# ---- bandwidth and training ----------------------------------------------------------------------------
+
+SLOWER: Final = 1.1
+MORE_US: Final = 10.0
+"""What a call may take beyond torch's: a tenth, by which runs of NCCL differ, and Python's share."""
+
+TRAINING_SLOWER: Final = 1.05
 """What an iteration of training may take, of that of torch's wrapper."""
 
 _MODELS: Final = ("resnet50", "bert-base", "gpt2")
@@ -181,37 +243,25 @@ _SIZES_OF_OTHERS: Final = "64K:64M:32"
 _SHORT_SIZES_OF_OTHERS: Final = "4K"
 _BUFFERS: Final = 6
 """At most so many tensors of a size are in memory while it is measured."""
+_BUDGET_S: Final = 25.0
 _SHORT_BUDGET_S: Final = 0.5
-_CALLS: Final = 5000
-_SHORT_CALLS: Final = 200
 
 
-def bandwidth_rows(
-    platform: Platform,
-    ranks: int,
-    provider: str,
-    short: bool,
-    budget_s: float = 60.0,
-    *,
-    others: bool = False,
-) -> Iterator[Row]:
-    """Yields a row for all sizes of an all-reduce of float32, and one for each as far as there is memory.
+def _bandwidth(plan: Plan) -> Iterator[Row]:
+    """Yields rows for all sizes of an all-reduce of float32, as far as there is memory, and for others.
 
-    Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own; what the
-    host takes to issue a call stands beside them.
-
-    Args:
-        platform: where.
-        ranks: how many.
-        provider: package by which ours calls NCCL.
-        short: few sizes, a moment each.
-        budget_s: seconds that all sizes may take together.
-        others: whether to measure all other operations instead, with a row for each.
+    Results must be right; what the host takes to issue a call stands beside the times.
     """
-    operations = tuple(name for name in OPERATIONS if (name != "all_reduce") == others)
-    full, few = (_SIZES_OF_OTHERS, _SHORT_SIZES_OF_OTHERS) if others else (_SIZES, _SHORT_SIZES)
-    sizes = parse_sizes(few if short else full)
-    where = f"{provider}, {ranks} ranks"
+    for ranks in plan.several:
+        sizes = _SHORT_SIZES if plan.short else _SIZES
+        yield from _measured(plan, ranks, "all_reduce", sizes, ["all_reduce"])
+        sizes = _SHORT_SIZES_OF_OTHERS if plan.short else _SIZES_OF_OTHERS
+        others = [name for name in OPERATIONS if name != "all_reduce"]
+        yield from _measured(plan, ranks, "other operations", sizes, others)
+
+
+def _measured(plan: Plan, ranks: int, what: str, sizes: str, operations: Sequence[str]) -> Iterator[Row]:
+    platform, provider = plan.platform, plan.providers[0]
     records: list[Record] = []
 
     def run() -> Found:
@@ -219,254 +269,92 @@ def bandwidth_rows(
         options = Options(
             backends=platform.compared,
             ranks=(ranks,),
-            sizes=tuple(size for size in sizes if size <= room),
-            operations=operations,
-            budget_s=_SHORT_BUDGET_S if short else budget_s,
+            sizes=tuple(size for size in parse_sizes(sizes) if size <= room),
+            operations=tuple(operations),
+            budget_s=_SHORT_BUDGET_S if plan.short else _BUDGET_S,
             device=platform.kind,
-            provider=provider if platform.kind == "cuda" else None,
         )
-        report = measure(options)
-        if report.skipped:
-            raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+        with _provider_chosen(provider):
+            report = measure(options)
+        _refuse_skipped(report.skipped)
         records.extend(report.records)
-        largest = format_bytes(max(options.sizes))
-        smallest = format_bytes(min(options.sizes))
-        return f"{smallest} to {largest}", {"records": [record.as_json() for record in records]}
+        found = f"{format_bytes(min(options.sizes))} to {format_bytes(max(options.sizes))}"
+        return found, {"records": [record.as_json() for record in records]}
 
-    what = "other operations" if others else "all_reduce"
-    yield checked("bandwidth", f"{what}, {where}", run)
-    judged = platform.times_tell and ranks <= len(platform.gpus())
-    points: dict[str, list[Record]] = {}
-    for record in records:
-        point = record.operation
-        if not others:
-            point += f" of {format_bytes(record.size_bytes)}"
-        points.setdefault(point, []).append(record)
-    for point, some in points.items():
-        yield checked(
-            "bandwidth", f"{point}, {where}", partial(_compared_times, some, platform.compared, judged)
-        )
+    yield checked("bandwidth", f"{what}, {provider}, {ranks} ranks", run)
+    for (operation, size), some in grouped(records, lambda one: (one.operation, one.size_bytes)).items():
+        point = f"{operation} of {format_bytes(size)}" if size else operation
+        check = partial(_compared_times, some, plan.judges_times(ranks))
+        yield checked("bandwidth", f"{point}, {provider}, {ranks} ranks", check)
 
 
-def _compared_times(records: Sequence[Record], compared: tuple[str, str], times_tell: bool) -> Found:
-    sizes = dict.fromkeys(record.size_bytes for record in records)
+def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in skipped))
+
+
+def _compared_times(records: Sequence[Record], times_tell: bool) -> Found:
+    """Returns the times of ours and then of torch's at one point."""
     said = []
     for record in records:
         rate = record.busbw_gb_per_s(record.cold)
         host = record.host or record.hot  # of a device that is done when the call returns
-        size = f" at {format_bytes(record.size_bytes)}" if len(sizes) > 1 else ""
         said.append(
-            f"{record.peer}{size} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s, "
+            f"{record.peer} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s, "
             f"host {host.median_us:.1f} us"
         )
-    found = "; ".join(said)
-    wrong = [
-        f"{record.peer}: {record.wrong_elements} wrong elements"
-        for record in records
-        if record.wrong_elements
-    ]
+    wrong = [f"{one.peer}: {one.wrong_elements} wrong elements" for one in records if one.wrong_elements]
     if wrong:
         raise CheckFailedError("; ".join(wrong))
-    if not times_tell:
-        return f"{found}; no verdict on times here", {}
-    goals = check_goal(parse_goal(GOAL.format(ours=compared[0], theirs=compared[1])), records)
-    missed = [f"{goal.allowed_us:.1f} us are allowed" for goal in goals if not goal.is_met]
-    if missed:
-        raise CheckFailedError(f"{found}; {'; '.join(missed)}")
-    return found, {"allowed_us": [goal.allowed_us for goal in goals]}
+    ours, theirs = records
+    allowed_us = theirs.cold.median_us * SLOWER + MORE_US
+    return _judged_time("; ".join(said), {}, ours.cold.median_us, allowed_us, times_tell)
 
 
-def models_of(platform: Platform, ranks: int, short: bool) -> tuple[str, ...]:
-    """Returns the models to train: one where ranks share devices, whose times tell nothing.
-
-    Args:
-        platform: where.
-        ranks: how many.
-        short: a small one stands for all.
-    """
-    if short:
-        return ("small",)
-    return _MODELS if ranks <= len(platform.gpus()) else _MODELS[1:2]
-
-
-def training_rows(
-    platform: Platform, ranks: int, provider: str, short: bool, budget_s: float = 60.0
-) -> Iterator[Row]:
-    """Yields a row for each model that is trained with our wrapper and with torch's.
-
-    Gradients must agree and ranks end with the same parameters. Times are judged by :data:`SLOWER` where each
-    rank has a device of its own.
-
-    Args:
-        platform: where.
-        ranks: how many.
-        provider: package by which ours calls NCCL.
-        short: a small model, few iterations.
-        budget_s: seconds that the iterations of a model may take.
-    """
-    judged = platform.times_tell and ranks <= len(platform.gpus())
-    for model in models_of(platform, ranks, short):
-        asked = {
-            "models": (model,),
-            "peers": platform.trained,
-            "ranks": ranks,
-            "iterations": 4 if short else None,
-            "budget_s": budget_s,
-            "device": platform.kind,
-        }
-        name = f"{model}, {provider}, {number_of_ranks(ranks)}"
-        yield checked("training", name, partial(_trained, asked, judged))
+def _training(plan: Plan) -> Iterator[Row]:
+    """Yields a row for each model that is trained with our wrapper and with torch's."""
+    provider = plan.providers[0]
+    for ranks in plan.ranks:
+        # Where ranks share devices, times tell nothing, and one model is enough.
+        models = _MODELS if ranks <= len(plan.platform.gpus()) else _MODELS[1:2]
+        for model in ("small",) if plan.short else models:
+            with _provider_chosen(provider):
+                check = partial(_trained, plan, model, ranks)
+                yield checked("training", f"{model}, {provider}, {number_of_ranks(ranks)}", check)
 
 
-def _trained(asked: Mapping[str, Any], times_tell: bool) -> Found:
-    report = ddp.measure(ddp.Options(**asked))
-    if report.skipped:
-        raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+def _trained(plan: Plan, model: str, ranks: int) -> Found:
+    """Returns the times of both wrappers; gradients must agree and ranks end with the same parameters."""
+    options = ddp.Options(
+        models=(model,),
+        peers=plan.platform.trained,
+        ranks=ranks,
+        iterations=4 if plan.short else None,
+        budget_s=_BUDGET_S,
+        device=plan.platform.kind,
+    )
+    report = ddp.measure(options)
+    _refuse_skipped(report.skipped)
     ours, theirs = report.records
     times = [record.iteration.median_us / 1e3 for record in (ours, theirs)]
     found = f"{ours.peer} {times[0]:.1f} ms, {theirs.peer} {times[1]:.1f} ms"
     figures = {"records": [report.record_as_json(record) for record in report.records]}
     if wrong := [record.peer for record in report.records if not record.agrees]:
         raise CheckFailedError(f"{found}; ranks or gradients differ: {', '.join(wrong)}")
-    if not times_tell:
+    if not plan.judges_times(ranks):
         return f"{found}; no verdict on times here", figures
-    if times[0] > SLOWER * times[1]:
-        raise CheckFailedError(f"{found}; {SLOWER} times torch's are allowed")
+    if times[0] > TRAINING_SLOWER * times[1]:
+        raise CheckFailedError(f"{found}; {TRAINING_SLOWER} times torch's are allowed")
     return found, figures
 
 
-def host_cost_rows(platform: Platform, short: bool) -> Iterator[Row]:
-    """Yields a row for each way to call an all-reduce, with CUDA and NCCL stubbed.
-
-    Args:
-        platform: says whether times tell.
-        short: a few calls.
-    """
-    costs: dict[str, Cost] = {}
-
-    def run() -> Found:
-        costs.update((cost.call, cost) for cost in measure_host_cost(_SHORT_CALLS if short else _CALLS))
-        return f"{len(costs)} ways to call", {}
-
-    yield checked("host-cost", "all", run)
-    for name, cost in costs.items():
-        yield checked("host-cost", name, partial(_cost, cost, *LIMITS[name], platform.times_tell))
-
-
-def _cost(cost: Cost, frames: int, limit_us: float, times_tell: bool) -> Found:
-    found = f"{cost.microseconds:.1f} us, {cost.frames} frames of Python, {cost.c_calls} calls of C"
-    if cost.frames > frames:
-        raise CheckFailedError(f"{found}; {frames} frames are allowed")
-    if not times_tell:
-        return f"{found}; no verdict on times here", asdict(cost)
-    if cost.microseconds > limit_us:
-        raise CheckFailedError(f"{found}; {limit_us} us are allowed")
-    return found, asdict(cost)
-
-
-_ONE_GPU_S: Final = 600.0
-_EIGHT_GPUS_S: Final = 3600.0
-"""What a run should take; in proportion between one GPU and eight."""
-_MEASUREMENT_S: Final = 5.0, 60.0
-"""What a measurement gets at least and at most, for all its peers together."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a section does.
-
-    Attributes:
-        seconds: what it takes, without what measurements may get.
-        measurements: the number of rows that measure for as long as they are told to.
-    """
-
-    seconds: float = 0.0
-    measurements: int = 0
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The time of a run.
-
-    Attributes:
-        measurements: their number.
-        measurement_s: what each of them gets.
-        total_s: what all takes.
-    """
-
-    measurements: int
-    measurement_s: float
-    total_s: float
-
-    def __str__(self) -> str:
-        said = f"about {max(1, round(self.total_s / 60))} min, longer where rows fail"
-        if self.measurements:
-            said += f"; {self.measurement_s:.0f} s for each of {self.measurements} measurements"
-        return said
-
-
-def budget_of(gpus: int, works: Iterable[Work]) -> Budget:
-    """Returns the time of a run: measurements share what other rows leave, within limits.
-
-    Args:
-        gpus: number of devices.
-        works: of the sections.
-    """
-    listed = [*works]
-    fixed = sum(work.seconds for work in listed)
-    number = sum(work.measurements for work in listed)
-    share = min(1.0, (gpus - 1) / 7)
-    left = _ONE_GPU_S + share * (_EIGHT_GPUS_S - _ONE_GPU_S) - fixed
-    least, most = _MEASUREMENT_S
-    each = min(most, max(least, left / max(number, 1)))
-    return Budget(number, each, fixed + number * each)
-
-
 _SHORT_TYPES: Final = (torch.float32,)
-_START_S: Final = 15.0
-_QUESTION_S: Final = 0.1
-_CASE_S: Final = 8.0
-_FAILURE_S: Final = 12.0
-_TESTS_S: Final = 150.0
-"""Guesses of what ranks take to start, and of a question, a case, or the tests on a number of ranks."""
 _REFUSED_BY: Final = ("UnsupportedOperationError:", "NotImplementedError:", "TypeError:", "ValueError:")
 """Errors by which we, or the functions of torch above us, say that something is not offered."""
 _EXAMINATION_S: Final = 600.0
 """After which ranks are asked no more questions."""
 _LIMIT_S: Final = 120.0
 """After which the ranks of a failure are killed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is checked.
-
-    Attributes:
-        module: of the platform.
-        platform: where.
-        ranks: numbers of ranks; 1 is for training alone.
-        short: whether one data type and one provider stand for all.
-        measurement_s: seconds of each measurement of speed.
-    """
-
-    module: str
-    platform: Platform
-    ranks: Sequence[int]
-    short: bool
-    measurement_s: float = 60.0
-
-    @property
-    def several(self) -> Sequence[int]:
-        """The numbers of ranks that have somebody to talk to."""
-        return [ranks for ranks in self.ranks if ranks > 1]
-
-    @property
-    def providers(self) -> Sequence[str]:
-        """The providers that are asked for values; elsewhere the first one stands for all.
-
-        They differ in how they load NCCL, which is called in the same way after that.
-        """
-        return providers.PROVIDERS[:1] if self.short else providers.PROVIDERS
 
 
 # ---- preflight -----------------------------------------------------------------------------------------
@@ -640,14 +528,11 @@ def _data_type(question: Question) -> str:
 
 
 def _cases(section: str, cases: Mapping[str, Case], plan: Plan) -> Iterator[Row]:
-    for ranks, provider, name in _runs(cases, plan):
-        title = f"{cases[name].title}, {provider}, {ranks} ranks"
-        yield checked(section, title, partial(_case, plan, name, cases[name], provider, ranks))
-
-
-def _runs(cases: Mapping[str, Case], plan: Plan) -> list[tuple[int, str, str]]:
-    """Returns number of ranks, provider and name of each case that is run."""
-    return [(ranks, plan.providers[0], name) for ranks in plan.several for name in cases]
+    provider = plan.providers[0]
+    for ranks in plan.several:
+        for name, case in cases.items():
+            check = partial(_case, plan, name, case, provider, ranks)
+            yield checked(section, f"{case.title}, {provider}, {ranks} ranks", check)
 
 
 def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:
@@ -663,24 +548,6 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
     words = (f"{value:.1f}" if isinstance(value, float) else str(value) for value in figures.values())
     said = (f"{key.replace('_', ' ')} {word}" for key, word in zip(figures, words, strict=True))
     return ", ".join(said), figures
-
-
-def _bandwidth(plan: Plan) -> Iterator[Row]:
-    for ranks in plan.several:
-        for others in (False, True):
-            asked = plan.platform, ranks, plan.providers[0], plan.short, plan.measurement_s
-            yield from bandwidth_rows(*asked, others=others)
-
-
-def _training(plan: Plan) -> Iterator[Row]:
-    provider = plan.providers[0]
-    for ranks in plan.ranks:
-        with _provider_chosen(provider):
-            yield from training_rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
-
-
-def _host_cost(plan: Plan) -> Iterator[Row]:
-    yield from host_cost_rows(plan.platform, plan.short)
 
 
 def _tests(plan: Plan) -> Iterator[Row]:
@@ -699,24 +566,6 @@ SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "tests": _tests,
 }
 """The sections by name, in order."""
-
-
-def budget_for(plan: Plan, sections: Sequence[str]) -> Budget:
-    """Returns the time of some sections."""
-    teams, models = len(plan.several), [models_of(plan.platform, n, plan.short) for n in plan.ranks]
-    examined = [len(_asked(plan, provider)) for provider in plan.providers]
-    trained, measured = sum(map(len, models)), not plan.short  # a short measurement takes a moment
-    works = {
-        "preflight": Work(5.0),
-        "conformance": Work(teams * sum(_START_S + _QUESTION_S * n for n in (examined[0], *examined))),
-        "streams": Work(_CASE_S * len(_runs(streams.CASES, plan))),
-        "failures": Work(_FAILURE_S * len(_runs(failures.CASES, plan))),
-        "bandwidth": Work(2 * teams * _START_S, 2 * teams * measured),
-        "training": Work(trained * _START_S, trained * measured),
-        "host-cost": Work(10.0),
-        "tests": Work(_TESTS_S * teams),
-    }
-    return budget_of(len(plan.platform.gpus()), [work for name, work in works.items() if name in sections])
 
 
 OF_SEVERAL_RANKS: Final = frozenset({"conformance", "streams", "failures", "bandwidth"})
@@ -761,14 +610,13 @@ def run_tests(words: Sequence[str], left_out: str = "") -> Found:
             timeout=_TESTS_LIMIT_S,
             check=False,
         )
-        if not report.exists():
-            raise CheckFailedError(f"pytest ended with status {done.returncode}: {done.stdout[-_TAIL:]}")
+        said = done.stdout[-_TAIL:]
+        if done.returncode or not report.exists():
+            raise CheckFailedError(f"pytest ended with status {done.returncode}: {said}")
         suites = list(ET.parse(report).iter("testsuite"))  # noqa: S314 - pytest has just written it
     kinds = ("tests", "failures", "errors", "skipped")
     counts = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
-    if done.returncode:
-        raise CheckFailedError(f"pytest ended with status {done.returncode}: {done.stdout[-_TAIL:]}")
     if counts["skipped"]:
-        raise CheckSkippedError(f"{counts['skipped']} of {counts['tests']} tests: {done.stdout[-_TAIL:]}")
-    said = f"{counts['tests']} tests passed"
-    return f"{said}; left out: {left_out}" if left_out else said, counts
+        raise CheckSkippedError(f"{counts['skipped']} of {counts['tests']} tests: {said}")
+    found = f"{counts['tests']} tests passed"
+    return f"{found}; left out: {left_out}" if left_out else found, counts

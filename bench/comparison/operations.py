@@ -74,9 +74,6 @@ OPERATIONS = {
 }
 """Every measured operation by name."""
 
-ADD = Operation("add_", in_place=True)
-"""What the memory limit does: it communicates nothing."""
-
 
 def partner(rank: int, ranks: int) -> int | None:
     """Returns whom a rank plays ping-pong with; ``None`` for the odd rank out."""
@@ -97,14 +94,9 @@ def bus_factor(operation: str, ranks: int) -> float | None:
 
     The least traffic of any link, relative to the size: 2(n-1)/n for an all-reduce of n ranks, (n-1)/n where
     the array consists of parts, 1 for the others; ``None`` where no data are communicated.
-
-    Raises:
-        ValueError: the operation is not known.
     """
-    if operation in {"barrier", ADD.name}:
+    if operation == "barrier":
         return None
-    if operation not in OPERATIONS:
-        raise ValueError(f"no bus factor is known for {operation!r}")
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if OPERATIONS[operation].parts else 1.0
@@ -140,8 +132,6 @@ def wanted_values(
         return source(op, dtype, part, ROOT, ranks, rank * part)
     if name == "sendrecv":
         return source(op, dtype, count, rank ^ 1, ranks)
-    if name == ADD.name:
-        return source(op, dtype, count, rank, ranks)
     begin = rank * part if name == "all_to_all" else 0
     return torch.cat([source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl import providers
-from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.operations import OPERATIONS, REDUCTIONS, rounded_count
 from collectives.bench.comparison.peers import MPI4PY, is_mpi4py, is_own_backend, split_name
 from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, parse_sizes_argument
@@ -27,8 +25,11 @@ DTYPES = tuple(
 )
 """Names of torch's data types."""
 
+SIZES = "8:64M"
+
 ARENA_MIN_BYTES = 64 << 20
 """Memory that buffers rotate through: beyond the caches of a core on today's machines."""
+
 
 SLICE_GAP_BYTES = 4096 + 64
 """Distance between two buffers: another page, and another set of the first-level cache."""
@@ -47,6 +48,11 @@ def _parse_mpis(text: str) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
+def _parse_operations(text: str) -> tuple[str, ...]:
+    """Converts the argument of ``--ops``."""
+    return tuple(OPERATIONS) if text == "all" else parse_names(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Options(PlacementOptions):
     """What is measured.
@@ -57,28 +63,24 @@ class Options(PlacementOptions):
             mpi4py for plain mpi4py under mpirun (where none are named, all backends usable here, and mpi4py
             or torch:nccl).
         ranks: numbers of ranks; one run each.
-        sizes: bytes of the arrays: SIZE,..., FIRST:LAST[:FACTOR] or FIRST:LAST:+STEP; K, M, G; rounded up to
-            a whole part for each rank.
-        operations: names of the operations.
+        sizes: bytes of the arrays: SIZE,... or FIRST:LAST[:FACTOR]; K, M, G; rounded up to a whole part for
+            each rank.
+        operations: names of the operations, or all: all_reduce, reduce, broadcast, all_gather,
+            reduce_scatter, all_to_all, gather, scatter, sendrecv, barrier.
         dtype: data type.
         redop: reduction.
-        in_place: whether an all-reduce reduces the user's tensor itself, else a copy of it, with the copy in
-            the time.
+        in_place: whether an all-reduce reduces the user's tensor itself; the option has it reduce a copy,
+            with the copy in the time.
         calls: cold and hot calls of each peer at each size (where it is not named, 5 to 200, as the budget
             allows).
         warmup: how many calls come before, not timed (where it is not named, 2 to 5, as the budget allows).
         budget_s: seconds that each run should take.
-        limit: measure the memory limit, too: ``tensor.add_(0)`` on all ranks at the same time.
-        goals: what a peer's time must not exceed; the summary tells which goals are met
-            (``collectives bench allreduce --help`` shows their form).
-        provider: package that loads NCCL for the nccl backend (where it is not named, that of
-            ``COLLECTIVES_NCCL_PROVIDER``, or else the first that works).
         mpis: further installations of MPI, folders with ``bin`` and ``lib``, each a peer mpi4py:NAME.
 
     Raises:
-        ValueError: a backend, an MPI or an operation is not known, a goal cannot be read, a size is no
-            multiple of the element's, there is no such device or provider, too little memory or too few
-            cores, or the machines do not fit the ranks or the device.
+        ValueError: a backend, an MPI or an operation is not known, a size is no multiple of the element's,
+            there is no such device, too little memory or too few cores, or the machines do not fit the ranks
+            or the device.
     """
 
     backends: tuple[str, ...] | None = option(None, "--backends", type=parse_names, metavar="NAME,...")
@@ -86,18 +88,15 @@ class Options(PlacementOptions):
         (2,), "--nproc", type=parse_counts(1), default=(usual_ranks(),), metavar="N,..."
     )
     sizes: tuple[int, ...] = option(
-        tuple(parse_sizes("8:64M")), "--sizes", type=parse_sizes_argument, default=None, metavar="SIZES"
+        tuple(parse_sizes(SIZES)), "--sizes", type=parse_sizes_argument, metavar="SIZES"
     )
-    operations: tuple[str, ...] = ("all_reduce",)
+    operations: tuple[str, ...] = option(("all_reduce",), "--ops", type=_parse_operations, metavar="NAME,...")
     dtype: str = option("float32", "--dtype", choices=DTYPES, metavar="TYPE")
     redop: str = option("sum", "--op", choices=REDUCTIONS)
-    in_place: bool = True
+    in_place: bool = option(True, "--out-of-place", action="store_false")
     calls: int | None = option(None, "--iters", type=at_least(1), metavar="N")
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
-    budget_s: float = option(40.0, "--budget", type=float, default=None, metavar="SECONDS")
-    limit: bool = option(False, "--limit", action="store_true")
-    goals: tuple[str, ...] = option((), "--goal", action="append", default=[], metavar="GOAL")
-    provider: str | None = option(None, "--provider", choices=providers.PROVIDERS)
+    budget_s: float = option(40.0, "--budget", type=float, metavar="SECONDS")
     mpis: tuple[tuple[str, str], ...] = option((), "--mpi", type=_parse_mpis, metavar="NAME=FOLDER,...")
 
     def __post_init__(self) -> None:
@@ -111,28 +110,14 @@ class Options(PlacementOptions):
         for name in self.operations:
             if name not in OPERATIONS:
                 raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
-        for goal in self.goals:
-            parse_goal(goal)
         for size in self.sizes:
             if size % self.item_bytes:
                 raise ValueError(
                     f"size {size} is no multiple of the {self.item_bytes} bytes of a {self.dtype} element; "
                     f"begin the sizes at {self.item_bytes} or more"
                 )
-        self._check_provider()
-        self._check_memory()
-
-    def _check_provider(self) -> None:
-        if self.provider is not None and self.provider not in providers.PROVIDERS:
-            raise ValueError(
-                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
-            )
-        if self.provider is not None and self.device == "cpu":
-            raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
-
-    def _check_memory(self) -> None:
         for ranks in self.ranks:
-            needed, available = self.memory_bytes(ranks), DEVICES[self.device].memory_per_rank_bytes(ranks)
+            needed, available = self._memory_bytes(ranks), DEVICES[self.device].memory_per_rank_bytes(ranks)
             if needed > available:
                 raise ValueError(
                     f"{ranks} ranks with tensors of {format_bytes(max(self.sizes))} need "
@@ -170,11 +155,7 @@ class Options(PlacementOptions):
         """
         return max(2 * self.buffers() * stride(self.largest_bytes(ranks)), ARENA_MIN_BYTES)
 
-    def memory_bytes(self, ranks: int) -> int:
-        """Returns the memory of each rank's tensors.
-
-        Args:
-            ranks: number of ranks.
-        """
+    def _memory_bytes(self, ranks: int) -> int:
+        """Returns the memory of each rank's tensors."""
         parts = any(OPERATIONS[name].parts for name in self.operations)  # put together from parts
         return (2 + self.buffers() + parts) * self.largest_bytes(ranks) + self.arena_bytes(ranks)

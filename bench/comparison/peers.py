@@ -1,4 +1,4 @@
-"""Peers: functions of this package and of torch, algorithms over messages, plain mpi4py, the memory limit.
+"""Peers: functions of this package and of torch, algorithms over messages, plain mpi4py.
 
 A peer turns an operation and its tensors into a call without arguments. Whatever the call needs besides
 (lists of parts, partners) is made before, so that only the call is timed.
@@ -182,11 +182,6 @@ def ping_pong(rank: int, ranks: int, send: Callable[[int], object], receive: Cal
         second(other)
 
     return call
-
-
-def add_zero(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Call:  # noqa: ARG001
-    """The memory limit as a peer: reads and writes the tensor once."""
-    return partial(result.add_, 0)
 
 
 TORCH = "torch:"

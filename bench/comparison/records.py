@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any, Literal
 
 from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.core.charts import made_with, write_image
-from collectives.bench.core.records import BaseReport, Chart, Column, Curve, Table, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, Timing, curve_of, grouped
 from collectives.bench.core.text import format_bytes, number_of_ranks, or_dash
 
 KINDS = ("cold", "hot", "loop")
@@ -37,8 +35,6 @@ class Record:
         loop: calls without a barrier between, of which many went into one measurement; ``None`` for larger
             sizes.
         root: the rank that is special; -1 where none is.
-        compared_as: the operation whose peers this is compared with, where that is not ``operation``: of the
-            memory limit.
         device: type of the device that the tensors were on.
         host: of the hot calls, until each returned; ``None`` where the device is done by then.
     """
@@ -57,19 +53,8 @@ class Record:
     hot_wrong_elements: int
     loop: Timing | None = None
     root: int = -1
-    compared_as: str = ""
     device: str = "cpu"
     host: Timing | None = None
-
-    @property
-    def compared_at(self) -> str:
-        """The operation whose peers this is compared with."""
-        return self.compared_as or self.operation
-
-    def timing(self, kind: str) -> Timing | None:
-        """Returns one of the times by its name in :data:`KINDS`; ``None`` where it was not measured."""
-        timing: Timing | None = getattr(self, kind)
-        return timing
 
     def algbw_gb_per_s(self, timing: Timing) -> float:
         """Returns size over the median time, in 1e9 bytes a second."""
@@ -105,17 +90,14 @@ class Report(BaseReport[Record]):
 
     def tables(self) -> Sequence[Table]:
         """Returns a table of each peer, then the peers side by side, by number of ranks and operation."""
-        runs: dict[tuple[int, str], list[Record]] = {}
-        for record in sorted(self.records, key=lambda record: record.ranks):
-            runs.setdefault((record.ranks, record.compared_at), []).append(record)
+        ascending = sorted(self.records, key=lambda record: record.ranks)
         versions = self.environment.get("peers", {})
         tables = []
-        for records in runs.values():
-            for peer in dict.fromkeys(record.peer for record in records):
-                of_peer = [record for record in records if record.peer == peer]
-                tables.append(_peer_table(of_peer, versions.get(peer, "")))
-            tables += [table for kind in KINDS if (table := _comparison(records, kind)) is not None]
-        return tables
+        for run in grouped(ascending, lambda record: (record.ranks, record.operation)).values():
+            peers = grouped(run, lambda record: record.peer)
+            tables += [_peer_table(records, versions.get(peer, "")) for peer, records in peers.items()]
+            tables += [_comparison(peers, kind) for kind in KINDS if len(peers) > 1]
+        return [table for table in tables if table.rows]
 
     def reading(self) -> Sequence[str]:
         """Returns what the groups of columns are."""
@@ -124,8 +106,8 @@ class Report(BaseReport[Record]):
     def charts(self) -> Sequence[Chart]:
         """Returns cold times and bus bandwidths over size, for each operation; a barrier has no size."""
         charts = []
-        for operation in dict.fromkeys(record.compared_at for record in self.records if record.size_bytes):
-            chosen = [record for record in self.records if record.compared_at == operation]
+        sized = [record for record in self.records if record.size_bytes]
+        for operation, chosen in grouped(sized, lambda record: record.operation).items():
             runs = list(dict.fromkeys(record.ranks for record in chosen))
             ascending = sorted({record.size_bytes for record in chosen})
             names = {size: format_bytes(size) for size in ascending[:: -(-len(ascending) // MOST_NAMES)]}
@@ -138,8 +120,8 @@ class Report(BaseReport[Record]):
                     name = peer if len(runs) == 1 else f"{peer}, {number_of_ranks(ranks)}"
                     time = curve_of(name, ((one.size_bytes, one.cold) for one in line))
                     times.append(replace(time, look=look, color=color))
-                    values = [one.busbw_gb_per_s(one.cold) or 0.0 for one in line]
-                    if all(values):  # a peer that communicates nothing, or a single rank, has no bandwidth
+                    if ranks > 1:  # a single rank has no bandwidth
+                        values = [one.busbw_gb_per_s(one.cold) or 0.0 for one in line]
                         rates.append(Curve(name, time.at, values, look=look, color=color))
             where = ", ".join([operation, *(map(number_of_ranks, runs) if len(runs) == 1 else ())])
             said = "time (us), slowest rank, median and p10 to p90"
@@ -149,32 +131,32 @@ class Report(BaseReport[Record]):
         return charts
 
 
-_LOOKS: tuple[Literal["line", "dashed", "dotted"], ...] = ("line", "dashed", "dotted")
+_LOOKS: tuple[Literal["solid", "dash", "dot"], ...] = ("solid", "dash", "dot")
 """Of curves by number of ranks."""
 
 MOST_NAMES = 12
 """At most so many sizes are named on an axis."""
 
 
-_COLUMNS: tuple[tuple[Column, Callable[[Record], str]], ...] = (
-    (Column("size", "(B)", 10), lambda record: str(record.size_bytes)),
-    (Column("count", "(elements)", 11), lambda record: str(record.count_elements)),
-    (Column("type", "", 9), lambda record: record.dtype),
-    (Column("redop", "", 8), lambda record: record.redop),
-    (Column("root", "", 5), lambda record: str(record.root)),
-    (Column("time", "(us)", 9, "cold"), lambda record: _time(record.cold.median_us)),
-    (Column("p10", "(us)", 9, "cold"), lambda record: _time(record.cold.p10_us)),
-    (Column("p90", "(us)", 9, "cold"), lambda record: _time(record.cold.p90_us)),
-    (Column("min", "(us)", 9, "cold"), lambda record: _time(record.cold.min_us)),
-    (Column("algbw", "(GB/s)", 8, "cold"), lambda record: or_dash(record.algbw_gb_per_s(record.cold), ".2f")),
-    (Column("busbw", "(GB/s)", 8, "cold"), lambda record: or_dash(record.busbw_gb_per_s(record.cold), ".2f")),
-    (Column("#wrong", "", 8, "cold"), lambda record: str(record.cold_wrong_elements)),
-    (Column("time", "(us)", 9, "hot"), lambda record: _time(record.hot.median_us)),
-    (Column("algbw", "(GB/s)", 8, "hot"), lambda record: or_dash(record.algbw_gb_per_s(record.hot), ".2f")),
-    (Column("busbw", "(GB/s)", 8, "hot"), lambda record: or_dash(record.busbw_gb_per_s(record.hot), ".2f")),
-    (Column("#wrong", "", 8, "hot"), lambda record: str(record.hot_wrong_elements)),
-    (Column("loop", "(us)", 9), lambda record: _time(record.loop.median_us if record.loop else None)),
-)
+_COLUMNS: dict[str, Callable[[Record], str]] = {
+    "size\n(B)": lambda record: str(record.size_bytes),
+    "count\n(elements)": lambda record: str(record.count_elements),
+    "type": lambda record: record.dtype,
+    "redop": lambda record: record.redop,
+    "root": lambda record: str(record.root),
+    "cold\ntime\n(us)": lambda record: _time(record.cold),
+    "cold\np10\n(us)": lambda record: _us(record.cold.p10_us),
+    "cold\np90\n(us)": lambda record: _us(record.cold.p90_us),
+    "cold\nmin\n(us)": lambda record: _us(record.cold.min_us),
+    "cold\nalgbw\n(GB/s)": lambda record: or_dash(record.algbw_gb_per_s(record.cold), ".2f"),
+    "cold\nbusbw\n(GB/s)": lambda record: or_dash(record.busbw_gb_per_s(record.cold), ".2f"),
+    "cold\n#wrong": lambda record: str(record.cold_wrong_elements),
+    "hot\ntime\n(us)": lambda record: _time(record.hot),
+    "hot\nalgbw\n(GB/s)": lambda record: or_dash(record.algbw_gb_per_s(record.hot), ".2f"),
+    "hot\nbusbw\n(GB/s)": lambda record: or_dash(record.busbw_gb_per_s(record.hot), ".2f"),
+    "hot\n#wrong": lambda record: str(record.hot_wrong_elements),
+    "loop\n(us)": lambda record: _time(record.loop),
+}
 """The columns of a peer's table, and the cell of a record in each."""
 
 
@@ -192,100 +174,46 @@ def _peer_table(records: Sequence[Record], version: str) -> Table:
         notes.append(f"Avg bus bandwidth    : {sum(rates) / len(rates):.4g}")
     return Table(
         f"{first.operation} by {name}, {run}; slowest rank, median over calls",
-        [column for column, _ in _COLUMNS],
-        [[cell(record) for _, cell in _COLUMNS] for record in records],
+        list(_COLUMNS),
+        [[cell(record) for cell in _COLUMNS.values()] for record in records],
         notes,
     )
 
 
-def _comparison(records: Sequence[Record], kind: str) -> Table | None:
-    """Returns the medians of all peers side by side, and over the first peer's; ``None`` for one peer.
-
-    The limit is not a peer; its column shows the share of memory bandwidth reached: its time over the first
-    peer's.
-    """
-    peers = list(dict.fromkeys(record.peer for record in records))
-    first = peers[0]
-    limits = [record.peer for record in records[: len(peers)] if record.operation != record.compared_at]
-    others = [peer for peer in peers[1:] if peer not in limits]
-    times = {
-        (record.size_bytes, record.peer): timing.median_us
-        for record in records
-        if (timing := record.timing(kind)) is not None
-    }
-    if len(peers) < 2 or not times:
-        return None
-    ratios = [f"{peer}/{first}" for peer in others] + [f"of {limit}" for limit in limits]
-    columns = [Column("size (B)", "", 10)]
-    columns += [Column(name, "", max(12, len(name) + 2)) for name in (*peers, *ratios)]
-    rows = []
-    for size in dict.fromkeys(record.size_bytes for record in records):
-        mine = times.get((size, first))
-        if mine is not None:
-            cells = [str(size), *(_time(times.get((size, peer))) for peer in peers)]
-            cells += [_ratio(times.get((size, peer)), mine, "x") for peer in others]
-            rows.append([*cells, *(_ratio(times.get((size, limit)), mine, "") for limit in limits)])
+def _comparison(peers: dict[str, list[Record]], kind: str) -> Table:
+    """Returns the medians of all peers side by side, and over the first peer's; no rows without times."""
+    first, *others = peers
+    times: dict[int, dict[str, Timing]] = {}
+    for name, records in peers.items():
+        for record in records:
+            timing: Timing | None = getattr(record, kind)
+            if timing is not None:
+                times.setdefault(record.size_bytes, {})[name] = timing
+    rows = [
+        [
+            str(size),
+            *(_time(found.get(name)) for name in peers),
+            *(
+                f"{found[name].median_us / max(found[first].median_us, 1e-3):.3g}x" if name in found else "-"
+                for name in others
+            ),
+        ]
+        for size, found in times.items()
+        if first in found
+    ]
+    some = peers[first][0]
     return Table(
-        f"{kind} time (us) of {records[0].compared_at}, each peer with "
-        f"{number_of_ranks(records[0].ranks)}, then relative to {first}",
-        columns,
+        f"{kind} time (us) of {some.operation}, each peer with {number_of_ranks(some.ranks)}, "
+        f"then relative to {first}",
+        ["size (B)", *peers, *(f"{name}/{first}" for name in others)],
         rows,
     )
 
 
-def _time(us: float | None) -> str:
-    """Returns a duration with at least three digits and no more than two decimals, a dash for none."""
-    if us is None:
-        return "-"
+def _time(timing: Timing | None) -> str:
+    return "-" if timing is None else _us(timing.median_us)
+
+
+def _us(us: float) -> str:
+    """Returns a duration with at least three digits and no more than two decimals."""
     return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
-
-
-def _ratio(value: float | None, over: float | None, unit: str) -> str:
-    return "-" if value is None or over is None else f"{value / max(over, 1e-3):.3g}{unit}"
-
-
-def _both(record: Record, first: Record, unit: str) -> str:
-    cold = _ratio(record.cold.median_us, first.cold.median_us, unit)
-    return f"{cold} / {_ratio(record.hot.median_us, first.hot.median_us, unit)}"
-
-
-def brief_line(records: Sequence[Record]) -> str:
-    """Returns one point in one line: each peer's cold and hot median, and the ratios to the first peer's.
-
-    Args:
-        records: of one number of ranks, operation and size, not empty.
-    """
-    first = records[0]
-    cells = []
-    for record in records:
-        times = f"{_time(record.cold.median_us)} / {_time(record.hot.median_us)}"
-        if record is first:
-            ratio = ""
-        elif record.operation == record.compared_at:
-            ratio = f" ({_both(record, first, 'x')})"
-        else:
-            ratio = f" (reached {_both(record, first, '')})"
-        wrong = f" {record.wrong_elements} WRONG" if record.wrong_elements else ""
-        cells.append(f"{record.peer} {times}{ratio}{wrong}")
-    where = f"{first.compared_at}, {number_of_ranks(first.ranks)}, {format_bytes(first.size_bytes)}"
-    return f"{where.ljust(36)} us cold / hot: {'; '.join(cells)}"
-
-
-def plot(report: Report, path: Path) -> None:
-    """Writes the charts of a report as a PNG image.
-
-    Args:
-        report: with at least one record of an operation that has a size.
-        path: of the image; its directory is made.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    first = report.records[0]
-    what, about = "collectives", ""
-    if all(record.compared_at == first.compared_at for record in report.records):
-        what = first.compared_at
-    if what == "all_reduce":
-        about = f", {first.redop}, {'in place' if first.in_place else 'out of place'}"
-    title = f"{what} of {first.dtype} tensors{about}; {made_with(report.environment, report.options)}"
-    write_image(path, report.charts(), 2, title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +15,12 @@ import torch.distributed as torch_dist
 import collectives
 from collectives.backends.nccl import providers
 from collectives.bench.comparison import operations
-from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
+from collectives.bench.comparison.operations import OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.comparison.options import Options, stride
 from collectives.bench.comparison.peers import (
     TORCH,
     TORCH_NCCL,
     Bind,
-    add_zero,
     group_peer,
     mpi_peer,
     nccl_version,
@@ -34,14 +32,8 @@ from collectives.bench.comparison.peers import (
 )
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import mpi_version
-from collectives.bench.core.ranks import Placement, SpinBarrier
+from collectives.bench.core.ranks import Placement, SpinBarrier, without_collection
 from collectives.ranks.processes import commands
-
-LIMIT = "limit"
-"""Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
-
-LATE_S = 0.001
-"""How long one rank comes after the others to a barrier that must hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ class Batch:
     loop_calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchResult:
     """One rank's durations in nanoseconds, and how many elements were wrong on it.
 
@@ -86,32 +78,17 @@ class BatchResult:
         cold_ns: each cold call.
         hot_ns: each hot call.
         loop_ns: the loop, divided by its calls; empty where there was none.
+        host_ns: of each hot call, until it returned; empty where the device is done by then.
         cold_wrong: wrong elements of the cold calls.
         hot_wrong: wrong elements of the hot calls' buffer after them all.
-        crossings_ns: for one more barrier in which a rank was late, when this rank came and when it left, on
-            the machine's clock; empty for other operations.
-        host_ns: of each hot call, until it returned; empty where the device is done by then.
     """
 
-    cold_ns: list[int]
-    hot_ns: list[int]
-    loop_ns: list[int]
-    cold_wrong: int
-    hot_wrong: int
-    crossings_ns: list[tuple[int, int]] = field(default_factory=list)
+    cold_ns: list[int] = field(default_factory=list)
+    hot_ns: list[int] = field(default_factory=list)
+    loop_ns: list[int] = field(default_factory=list)
     host_ns: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """What a rank gives, and what it must get; ``None`` where the operation does not say."""
-
-    given: torch.Tensor
-    wanted: torch.Tensor | None
-
-    def count_wrong(self, result: torch.Tensor) -> int:
-        """Returns how many elements of a result are wrong."""
-        return 0 if self.wanted is None else operations.count_wrong(result, self.wanted)
+    cold_wrong: int = 0
+    hot_wrong: int = 0
 
 
 class Worker:
@@ -126,144 +103,96 @@ class Worker:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        options: Options,
-        barrier: Callable[[], None],
-        peers: Mapping[str, Bind],
+        self, rank: int, size: int, options: Options, barrier: Callable[[], None], peers: Mapping[str, Bind]
     ) -> None:
         self._rank, self._size = rank, size
         self._options = options
-        self._device = DEVICES[options.device]
-        self._barrier = self._device.starting(barrier)
+        device = DEVICES[options.device]
+        self._barrier = device.starting(barrier)
+        self._finish = device.completing(_nothing) if device.runs_behind else None
         self._peers = peers
         self._dtype = getattr(torch, options.dtype)
         self._prepared: tuple[str, int] | None = None
-        place = self._device.kind
-        self._nothing = torch.empty(0, dtype=self._dtype, device=place)
-        self._values = _Values(self._nothing, None)
-        self._full = self._nothing  # a whole array of known values, for the memory limit
+        self._given = torch.empty(0, dtype=self._dtype, device=device.kind)
+        self._wanted: torch.Tensor | None = None  # the operation may not say
         largest = options.largest_bytes(size) // options.item_bytes
-        self._hot = [torch.empty(largest, dtype=self._dtype, device=place) for _ in range(options.buffers())]
-        self._arena = torch.zeros(options.arena_bytes(size), dtype=torch.uint8, device=place)
+        self._hot = [self._given.new_empty(largest) for _ in range(options.buffers())]
+        self._arena = torch.zeros(options.arena_bytes(size), dtype=torch.uint8, device=device.kind)
         self._offset = 0  # where the next buffer of the rotation begins
-        self._crossings = 0
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs a batch; called by all ranks with the same batch, blocks until this rank is done."""
-        self._prepare(OPERATIONS[batch.operation], batch.count)
-        if batch.peer == LIMIT:
-            return self._run(ADD, batch, _Values(self._full, self._full))
-        return self._run(OPERATIONS[batch.operation], batch, self._values)
-
-    def _run(self, operation: Operation, batch: Batch, values: _Values) -> BatchResult:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            cold_ns, cold_wrong = self._run_cold(operation, batch, values)
-            hot_ns, host_ns, loop_ns, hot_wrong = self._run_hot(operation, batch, values)
-            crossings = self._cross_late(batch) if operation.name == "barrier" else []
-        finally:
-            if enabled:
-                gc.enable()
-        return BatchResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings, host_ns)
+        operation = OPERATIONS[batch.operation]
+        self._prepare(operation, batch.count)
+        result = BatchResult()
+        with without_collection():
+            self._run_cold(operation, batch, result)
+            self._run_hot(operation, batch, result)
+        return result
 
     def _prepare(self, operation: Operation, count: int) -> None:
         """Computes this rank's input and what its output must be, unless the last batch had the same."""
         if self._prepared == (operation.name, count):
             return
-        self._prepared = None
-        self._full = self._nothing
-        self._values = _Values(self._nothing, None)  # the old and the new at once would be twice as much
+        place = self._given.device
+        self._given, self._wanted = self._given.new_empty(0), None  # old and new at once would be twice
         what = (operation, self._options.redop, self._dtype, count, self._rank, self._size)
-        given, wanted = input_values(*what), wanted_values(*what)
-        place = self._device.kind
-        self._values = _Values(given.to(place), None if wanted is None else wanted.to(place))
-        whole = [each for each in (self._values.given, self._values.wanted) if each is not None]
-        whole = [each for each in whole if each.numel() == count]
-        self._full = whole[0] if whole else input_values(ADD, *what[1:]).to(place)
+        self._given = input_values(*what).to(place)
+        wanted = wanted_values(*what)
+        self._wanted = None if wanted is None else wanted.to(place)
         self._prepared = (operation.name, count)
 
-    def _run_cold(self, operation: Operation, batch: Batch, values: _Values) -> tuple[list[int], int]:
-        durations: list[int] = []
-        wrong = 0
-        while len(durations) < batch.cold_calls:
-            buffers = self._rotate(batch.count, batch.cold_calls - len(durations))
+    def _run_cold(self, operation: Operation, batch: Batch, found: BatchResult) -> None:
+        while len(found.cold_ns) < batch.cold_calls:
+            buffers = self._rotate(batch.count, batch.cold_calls - len(found.cold_ns))
             pairs = [self._pair(operation, batch.count, buffer) for buffer in buffers]
             for given, result in pairs:
                 if given is not result:
                     result.zero_()
-                given.copy_(values.given)
-            calls = [
-                self._device.completing(self._bind(operation, batch, given, result))
-                for given, result in pairs
-            ]
-            durations += [self._timed(operation, call) for call in calls]
+                given.copy_(self._given)
+            calls = [self._bind(operation, batch, given, result) for given, result in pairs]
+            found.cold_ns += [self._timed(operation, call)[1] for call in calls]
             for given, result in pairs:
-                wrong += values.count_wrong(result)
+                if self._wanted is not None:
+                    found.cold_wrong += operations.count_wrong(result, self._wanted)
                 if given is not result:
-                    wrong += operations.count_wrong(given, values.given)
-        return durations, wrong
+                    found.cold_wrong += operations.count_wrong(given, self._given)
 
-    def _run_hot(
-        self, operation: Operation, batch: Batch, values: _Values
-    ) -> tuple[list[int], list[int], list[int], int]:
+    def _run_hot(self, operation: Operation, batch: Batch, found: BatchResult) -> None:
         given, result = self._pair(operation, batch.count, self._hot)
+        wanted = self._wanted
+        given.copy_(self._given)
         if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
-            rest = torch.full_like(values.given, operations.resting(self._options.redop))
-            values = _Values(rest, None if values.wanted is None else rest)
-        given.copy_(values.given)
+            rest = torch.full_like(self._given, operations.resting(self._options.redop))
+            given.copy_(rest)
+            wanted = None if wanted is None else rest
         call = self._bind(operation, batch, given, result)
-        complete = self._device.completing(call)
-        host: list[int] = []
-        if self._device.runs_behind:
-            both = [self._timed_in_parts(operation, call) for _ in range(batch.hot_calls)]
-            durations, host = [whole for _, whole in both], [returned for returned, _ in both]
-        else:
-            durations = [self._timed(operation, complete) for _ in range(batch.hot_calls)]
-        loop: list[int] = []
+        times = [self._timed(operation, call) for _ in range(batch.hot_calls)]
+        found.hot_ns += [whole for _, whole in times]
+        if self._finish is not None:
+            found.host_ns += [returned for returned, _ in times]
         if batch.loop_calls:
-            calls = range(batch.loop_calls - 1)
             self._barrier()
             begin = time.perf_counter_ns()
-            for _ in calls:
+            for _ in range(batch.loop_calls):
                 call()
-            complete()
+            if self._finish is not None:
+                self._finish()
             took = time.perf_counter_ns() - begin
-            loop.append(took // batch.loop_calls // (2 if operation.halved else 1))
-        called = batch.hot_calls or batch.loop_calls
-        return durations, host, loop, values.count_wrong(result) if called else 0
+            found.loop_ns.append(took // batch.loop_calls // (2 if operation.halved else 1))
+        if wanted is not None and (times or batch.loop_calls):
+            found.hot_wrong = operations.count_wrong(result, wanted)
 
-    def _cross_late(self, batch: Batch) -> list[tuple[int, int]]:
-        """Passes the barrier once more with one rank late; returns when this rank came and left."""
-        bound = self._peers[batch.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
-        call = self._device.completing(bound)
-        late = self._crossings % self._size
-        self._crossings += 1
-        self._barrier()
-        if self._rank == late:
-            time.sleep(LATE_S)
-        came = time.perf_counter_ns()  # of the machine: the ranks' readings can be compared
-        call()
-        return [(came, time.perf_counter_ns())]
-
-    def _timed(self, operation: Operation, call: Callable[[], object]) -> int:
-        self._barrier()
-        begin = time.perf_counter_ns()
-        call()
-        took = time.perf_counter_ns() - begin
-        return took // 2 if operation.halved else took
-
-    def _timed_in_parts(self, operation: Operation, call: Callable[[], object]) -> tuple[int, int]:
+    def _timed(self, operation: Operation, call: Callable[[], object]) -> tuple[int, int]:
         """Returns how long a call took until it returned, and until the device was done with it."""
-        finish = self._device.completing(_nothing)
+        finish = self._finish
         self._barrier()
         begin = time.perf_counter_ns()
         call()
-        returned = time.perf_counter_ns()
-        finish()
-        done = time.perf_counter_ns()
+        returned = done = time.perf_counter_ns()
+        if finish is not None:
+            finish()
+            done = time.perf_counter_ns()
         halves = 2 if operation.halved else 1
         return (returned - begin) // halves, (done - begin) // halves
 
@@ -319,8 +248,6 @@ def run_worker(rank: int, connection: Connection, placement: Placement, options:
         options: what is measured, with the peers to open.
     """
     placement.take(rank)
-    if options.provider is not None:
-        os.environ[providers.PROVIDER_VARIABLE] = options.provider
     names = options.backends or ()
     ours = [name for name in names if not name.startswith(TORCH)]
     if ours:
@@ -389,31 +316,22 @@ def _peers(options: Options) -> tuple[dict[str, Bind], Ready]:
     op = getattr(collectives.ReduceOp, options.redop.upper())
     dtype, device = getattr(torch, options.dtype), options.device
     peers: dict[str, Bind] = {}
-    refused: dict[tuple[str, str], str] = {}
-    versions: dict[str, str] = {}
+    ready = Ready({}, {})
     for name in options.backends or ():
         if name.startswith(TORCH):
             peer = open_torch(name, options.redop)
             ask = partial(why_torch_refuses, peer, dtype=dtype, device=device)
             if name == TORCH_NCCL:
-                versions[name] = nccl_version()
+                ready.versions[name] = nccl_version()
         else:
             backend, algorithm = split_name(name)
             group = collectives.new_group(backend=backend)
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=device, algorithm=algorithm)
             if backend in {"nccl", "mpi"}:
-                versions[name] = providers.describe() if backend == "nccl" else mpi_version()
+                ready.versions[name] = providers.describe() if backend == "nccl" else mpi_version()
         reasons = {word: ask(OPERATIONS[word]) for word in options.operations}
-        refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
+        ready.refused.update({(name, word): why for word, why in reasons.items() if why is not None})
         if None in reasons.values():
             peers[name] = peer
-    if options.limit:
-        try:
-            torch.zeros(1, dtype=dtype, device=device).add_(0)
-        except RuntimeError:
-            reason = f"tensor.add_(0) is not defined for {dtype}"
-            refused |= {(LIMIT, word): reason for word in options.operations}
-        else:
-            peers[LIMIT] = add_zero
-    return peers, Ready(refused, versions)
+    return peers, ready

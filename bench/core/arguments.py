@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from collectives.bench.core.charts import write_page
+from collectives.bench.core.page import write_page
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.text import header_lines, parse_sizes, report_lines
 from collectives.cli import CommandError
@@ -34,31 +34,28 @@ SHOWN_EVERY_S = 1.0
 _logged_at_s = time.monotonic()  # as if a line had come at the start: quick commands log none
 
 
-# ---- converters ----------------------------------------------------------------------------------------
+def parse_counts(least: int) -> Callable[[str], tuple[int, ...]]:
+    """Returns a converter of command-line arguments to whole numbers, by commas, of ``least`` or more."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        values = tuple(map(int, text.split(",")))
+        if min(values) < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, but is {min(values)}")
+        return values
+
+    numbers.__name__ = "int"  # argparse names it in messages
+    return numbers
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Returns a converter of command-line arguments to whole numbers that are not smaller than ``least``."""
+    """Returns a converter of command-line arguments to one such number."""
+    counts = parse_counts(least)
 
     def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, but is {value}")
-        return value
+        return counts(str(int(text)))[0]
 
-    number.__name__ = "int"  # argparse names it in messages
+    number.__name__ = "int"
     return number
-
-
-def parse_counts(least: int) -> Callable[[str], tuple[int, ...]]:
-    """Returns a converter of command-line arguments to numbers like those of :func:`at_least`, by commas."""
-    number = at_least(least)
-
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(number(part) for part in text.split(","))
-
-    numbers.__name__ = "int"
-    return numbers
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -77,9 +74,6 @@ def parse_sizes_argument(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-# ---- arguments -----------------------------------------------------------------------------------------
-
-
 def option(default: Any, /, *flags: str, **words: Any) -> Any:
     """Returns a field of a program's options that its command line has, too.
 
@@ -92,23 +86,24 @@ def option(default: Any, /, *flags: str, **words: Any) -> Any:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, kind: type[Any], only: Sequence[str] = (), **defaults: str
+    parser: argparse.ArgumentParser, kind: type[Any], without: Sequence[str] = (), **defaults: str
 ) -> None:
     """Adds the fields of a dataclass that are made by :func:`option`; their help is what its docstring says.
 
     Args:
         parser: the program's.
         kind: the dataclass.
-        only: names of the fields; empty for all.
+        without: names of fields that are left out.
         defaults: what the help says that some are by default, in words.
     """
     said = _attributes_of(kind)
     for field in dataclasses.fields(kind):
-        if field.metadata and (not only or field.name in only):
+        if field.metadata and field.name not in without:
             words = dict(field.metadata)
             default = defaults.get(field.name) or words["default"]
             shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-            about = said[field.name].rstrip(".") + (f" (default: {shown})" if shown else "")
+            about = said[field.name].rstrip(".")
+            about += f" (default: {shown})" if shown and shown is not True else ""
             flags = words.pop("flags")
             parser.add_argument(*flags, dest=field.name, help=about.replace("%", "%%"), **words)
 
@@ -130,7 +125,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--html``, which :func:`write_files` and :func:`write_html` write."""
+    """Adds ``--html``, which :func:`write_html` writes."""
     parser.add_argument(
         "--html",
         type=_page_path,
@@ -152,12 +147,9 @@ def options_from(kind: type[_T], arguments: argparse.Namespace) -> _T:
     Raises:
         CommandError: they do not fit together.
     """
-    names = (field.name for field in dataclasses.fields(cast("Any", kind)))
+    names = {field.name for field in dataclasses.fields(cast("Any", kind))}
     with failing_as_command(ValueError):
-        return kind(**{name: getattr(arguments, name) for name in names})
-
-
-# ---- running -------------------------------------------------------------------------------------------
+        return kind(**{name: value for name, value in vars(arguments).items() if name in names})
 
 
 @contextmanager

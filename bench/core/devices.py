@@ -115,13 +115,12 @@ class CudaDevice(Device):
     def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Returns names of GPUs and driver, and the runs that share GPUs with the environment of those."""
         gpus = torch.cuda.device_count()
-        shared = [number for number in ranks if number > gpus]
         described: dict[str, Any] = {
             "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(min(gpus, max(ranks)))],
             "gpu_driver": _driver_version(),
             "cuda": torch.version.cuda,
         }
-        if shared:
+        if shared := [number for number in ranks if number > gpus]:
             described["gpus_shared_by_ranks"] = shared
             described["gpus_shared_environment"] = shared_gpu_environment(0, os.environ) | {
                 "NCCL_HOSTID": "rank<rank>"

@@ -30,11 +30,6 @@ def cores_of_ranks(ranks: int) -> tuple[int, ...]:
     return tuple(cores[:ranks])
 
 
-def bind_to_core(core: int) -> None:
-    """Keeps this process and the threads it starts from now on on one core, whatever a launcher chose."""
-    os.sched_setaffinity(0, {core})
-
-
 def memory_available_bytes() -> int:
     """Returns how much memory the kernel thinks can be had without swapping."""
     for line in _lines(Path("/proc/meminfo")):
@@ -42,14 +37,6 @@ def memory_available_bytes() -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def version_of(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, ``None`` where it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def mpi_version() -> str:
@@ -69,17 +56,8 @@ def mpi_version() -> str:
     return ", ".join(filter(None, [f"mpi4py {mpi4py.__version__}", library, file]))
 
 
-def _congestion_control() -> str:
-    """Returns how TCP connections between machines send, unless a program chooses."""
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return "unknown"
-
-
 def describe_machine() -> dict[str, Any]:
     """Returns machine, processor, memory, load and versions as plain values."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
@@ -88,11 +66,11 @@ def describe_machine() -> dict[str, Any]:
         "cores_usable": usable_cores(),
         "cores_online": os.cpu_count(),
         "cache_last_level_bytes": _last_level_cache_bytes(),
-        "memory_bytes": memory_bytes,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average_1min": os.getloadavg()[0],
-        "tcp_congestion_control": _congestion_control(),
+        "tcp_congestion_control": " ".join(_lines(Path("/proc/sys/net/ipv4/tcp_congestion_control"))),
         "python": platform.python_version(),
-        "collectives": version_of("torch-collectives"),
+        "collectives": importlib.metadata.version("torch-collectives"),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +21,11 @@ from torch._C import _distributed_c10d as c10d
 import collectives
 from collectives.bench.core.arguments import at_least, option, parse_names
 from collectives.bench.core.devices import DEVICES, check_device, why_not_on
-from collectives.bench.core.machine import bind_to_core, cores_of_ranks, describe_machine
+from collectives.bench.core.machine import cores_of_ranks, describe_machine
 from collectives.bench.core.namespaces import INTERFACE, Machines, check_machines, enter
 from collectives.ranks.mpirun import Mpirun, start_ranks
 from collectives.ranks.processes import RankProcesses
-from collectives.registry.backends import BackendSpec, backend_spec, why_unavailable
+from collectives.registry.backends import backend_spec, why_unavailable
 from collectives.secret import provided
 from collectives.store import TCPStore
 
@@ -65,12 +66,6 @@ def split_lanes(name: str) -> tuple[str, dict[str, Any] | None]:
     return spec.name, {"lanes": int(rest[0]), "backend": lane}
 
 
-def lane_of(name: str) -> BackendSpec:
-    """Returns the backend that a name's tensors go through: that of the lanes, where it has some."""
-    backend, options = split_lanes(name)
-    return backend_spec(backend if options is None else options["backend"])
-
-
 def why_no_group(name: str, device: str) -> tuple[str | None, str]:
     """Returns why tensors on a device cannot go through a backend or lanes, and the command that adds it.
 
@@ -78,9 +73,10 @@ def why_no_group(name: str, device: str) -> tuple[str | None, str]:
         name: as of :func:`split_lanes`.
         device: type of the device.
     """
-    spec = backend_spec(split_lanes(name)[0])
-    reason = why_unavailable(spec.name)
-    return why_not_on(device, lane_of(name)) if reason is None else reason, spec.install
+    backend, options = split_lanes(name)
+    spec = backend_spec(backend)
+    lane = spec if options is None else backend_spec(options["backend"])
+    return why_unavailable(spec.name) or why_not_on(device, lane), spec.install
 
 
 def new_group(name: str, ranks: Sequence[int]) -> Any:
@@ -126,7 +122,7 @@ class Placement:
             enter(self.namespaces[rank])
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
         if self.cores:
-            bind_to_core(self.cores[rank])
+            os.sched_setaffinity(0, {self.cores[rank]})
         for module in self.imports:
             importlib.import_module(module)
 
@@ -145,51 +141,6 @@ class Placement:
         # Not torch's own client, which cannot prove the job's secret.
         store = c10d.PrefixStore("torch", self._store())
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=TIMEOUT)
-
-
-@contextmanager
-def started(
-    body: Callable[..., None],
-    size: int,
-    *args: Any,
-    backends: Sequence[str] = (),
-    device: str = "cpu",
-    machines: Machines | None = None,
-    bind: bool = False,
-    imports: tuple[str, ...] = (),
-    mpirun: Mpirun | None = None,
-) -> Iterator[RankProcesses]:
-    """Context with ranks that run ``body(rank, connection, placement, *args)``, and with the store of theirs.
-
-    Args:
-        body: function at the top level of a module.
-        size: number of ranks.
-        args: its further arguments; pickled.
-        backends: names of what they use; ``mpirun`` starts them where one of these needs it.
-        device: type of the device that their tensors are on.
-        machines: that they share equally; ``None`` for this one.
-        bind: whether each stays on a core of its own.
-        imports: modules that they import first.
-        mpirun: what starts them where a backend needs it; ``None`` for the usual one.
-
-    Raises:
-        RankFailedError: they could not be started.
-        FileNotFoundError: a backend needs ``mpirun``, and there is none.
-    """
-    host = LOCALHOST if machines is None else machines.host
-    with provided(), barrier_memory(size) as memory, closing(parent_store(host)) as store:
-        placement = Placement(
-            size,
-            store.port,
-            memory,
-            device,
-            host,
-            () if machines is None else machines.namespaces_of(size),
-            cores_of_ranks(size) if bind else (),
-            imports,
-        )
-        with start_ranks(backends, size, body, (placement, *args), mpirun) as processes:
-            yield processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +191,15 @@ class PlacementOptions:
         """
         return {**describe_machine(), **DEVICES[self.device].describe(ranks)}
 
+    def make_machines(self) -> AbstractContextManager[Machines | None]:
+        """Returns a context with the machines; ``None`` for this one.
+
+        Raises:
+            NamespacesUnavailableError: there can be no network namespaces here.
+        """
+        return Machines(self.machines, self.link) if self.machines > 1 else nullcontext()
+
+    @contextmanager
     def start(
         self,
         body: Callable[..., None],
@@ -248,27 +208,38 @@ class PlacementOptions:
         backends: Sequence[str] = (),
         machines: Machines | None = None,
         mpirun: Mpirun | None = None,
-    ) -> AbstractContextManager[RankProcesses]:
-        """Returns a context with ranks that are placed so, as :func:`started` does.
+    ) -> Iterator[RankProcesses]:
+        """Context with ranks placed so that run ``body(rank, connection, placement, *args)``.
 
         Args:
             body: function at the top level of a module.
             size: number of ranks.
             args: its further arguments; pickled.
-            backends: names of what they use.
+            backends: names of what they use; ``mpirun`` starts them where one of these needs it.
             machines: that they share equally; ``None`` for this one.
             mpirun: what starts them where a backend needs it; ``None`` for the usual one.
+
+        Returns:
+            The context; it gives the ranks.
+
+        Raises:
+            RankFailedError: they could not be started.
+            FileNotFoundError: a backend needs ``mpirun``, and there is none.
         """
-        placed = {"device": self.device, "bind": self.bind, "imports": self.imports}
-        return started(
-            body,
-            size,
-            *args,
-            backends=backends,
-            machines=machines,
-            mpirun=mpirun,
-            **placed,  # type: ignore[arg-type]
-        )
+        host = LOCALHOST if machines is None else machines.host
+        with provided(), barrier_memory(size) as memory, closing(parent_store(host)) as store:
+            placement = Placement(
+                size,
+                store.port,
+                memory,
+                self.device,
+                host,
+                () if machines is None else machines.namespaces_of(size),
+                cores_of_ranks(size) if self.bind else (),
+                self.imports,
+            )
+            with start_ranks(backends, size, body, (placement, *args), mpirun) as processes:
+                yield processes
 
 
 _T = TypeVar("_T")
@@ -284,6 +255,18 @@ def rounds_of(peers: Sequence[_T], rounds: int) -> Iterator[tuple[int, list[_T]]
 def share_of(total: int, this: int, rounds: int) -> int:
     """Returns how many of so many calls are made in a round."""
     return total * (this + 1) // rounds - total * this // rounds
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Context in which no garbage is collected, which would take the time of a call."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 LINE_BYTES = 128

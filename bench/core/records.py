@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -16,7 +16,6 @@ __all__ = [
     "SCHEMA",
     "BaseReport",
     "Chart",
-    "Column",
     "Curve",
     "Skipped",
     "Table",
@@ -39,7 +38,7 @@ class Curve:
         values: as many.
         low: lower ends of their spread; empty where there is none.
         high: upper ends, likewise.
-        look: a line, which is bars where it is at names; points alone; or a
+        look: a line (solid, dashed or dotted), which is bars where it is at names; points alone; or a
             box for all values at a name, with their mean where the curve has a name.
         color: its number among the colours; ``None`` for the curve's place in the chart.
     """
@@ -49,7 +48,7 @@ class Curve:
     values: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    look: Literal["line", "dashed", "dotted", "points", "boxes"] = "line"
+    look: Literal["solid", "dash", "dot", "points", "boxes"] = "solid"
     color: int | None = None
 
 
@@ -76,11 +75,6 @@ class Chart:
     x_names: Mapping[int, str] = field(default_factory=dict)
     stacked: bool = False
     from_zero: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """Names that its curves are at, in order; empty where they are at numbers."""
-        return list(dict.fromkeys(at for curve in self.curves for at in curve.at if isinstance(at, str)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +126,38 @@ class Skipped:
     operation: str = ""
 
 
+_T = TypeVar("_T")
+_K = TypeVar("_K")
+
+
+def grouped(records: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """Returns records by what a function says of each, both in their order."""
+    found: dict[_K, list[_T]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+def usable(
+    peers: Iterable[_T], why_not: Callable[[_T], tuple[str | None, str]], skipped: list[Skipped]
+) -> list[_T]:
+    """Returns the peers that can be measured here, and adds the others to those that are skipped.
+
+    Args:
+        peers: whatever has a name by ``str``.
+        why_not: returns why one cannot be measured, ``None`` where it can, and the command that would add it.
+        skipped: of the report.
+    """
+    found = []
+    for peer in peers:
+        reason, install = why_not(peer)
+        if reason is None:
+            found.append(peer)
+        else:
+            skipped.append(Skipped(str(peer), reason, install))
+    return found
+
+
 def curve_of(name: str, points: Iterable[tuple[float | str, Timing]], unit_us: float = 1.0) -> Curve:
     """Returns medians as a curve, with the percentiles as their spread.
 
@@ -149,35 +175,18 @@ def curve_of(name: str, points: Iterable[tuple[float | str, Timing]], unit_us: f
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        name: its name.
-        unit: of its cells, in brackets; empty for none.
-        width: in text; a negative one aligns it to the left.
-        group: what its name is of, where columns of several groups have the same names.
-    """
-
-    name: str
-    unit: str
-    width: int
-    group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """A table of a report, for text and for a page.
 
     Attributes:
         heading: what it shows.
-        columns: its columns.
+        columns: name and unit of each, which may have several lines.
         rows: a cell for each column.
         notes: lines below it.
     """
 
     heading: str
-    columns: Sequence[Column]
+    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 

@@ -1,30 +1,25 @@
-"""What the printed reports of all programs consist of: header, tables, peers that were skipped."""
+"""What the printed reports of all programs consist of: header, tables, peers that were skipped; sizes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import zip_longest
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Column, Skipped, Table
+from collectives.bench.core.records import BaseReport, Skipped, Table
 
 
-def table_lines(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yields the headings of a table, each line behind a ``#``, then its rows."""
-    if any(column.group for column in columns):
-        line = ""
-        for group, members in groupby(columns, lambda column: column.group):
-            width = sum(abs(column.width) for column in members)
-            line += f"  {f' {group} '.center(width - 2, '-')}" if group else " " * width
-        yield f"#{line}".rstrip()
-    names, units = [column.name for column in columns], [column.unit for column in columns]
-    for mark, cells in (("#", names), *([("#", units)] if any(units) else []), *((" ", row) for row in rows)):
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the headings of a table, each line behind a ``#``, then its rows; numbers stand on the right."""
+    heads = [*zip_longest(*(column.split("\n") for column in columns), fillvalue="")]
+    widths = [max(map(len, cells)) for cells in zip(*heads, *rows, strict=True)]
+    numbers = [all(cell[:1] in "-0123456789" for cell in cells) for cells in zip(*rows, strict=True)]
+    for mark, cells in (*(("#", head) for head in heads), *((" ", row) for row in rows)):
         padded = (
-            cell.ljust(-column.width) if column.width < 0 else cell.rjust(column.width)
-            for cell, column in zip(cells, columns, strict=True)
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(cells, widths, numbers or [False] * len(cells), strict=True)
         )
-        yield (mark + "".join(padded)).rstrip()
+        yield f"{mark} {'  '.join(padded)}".rstrip()
 
 
 def lines_of(tables: Iterable[Table]) -> Iterator[str]:
@@ -55,56 +50,39 @@ def number_of_ranks(number: int) -> str:
 
 
 def header_lines(report: BaseReport[Any]) -> list[str]:
-    """Returns the program, the versions, the machine and the options."""
-    machine = report.environment
-    peers = "; ".join(f"{peer} is {version}" for peer, version in machine.get("peers", {}).items())
-    versions = ", ".join(f"{name} {machine[name]}" for name in _VERSIONS)
-    facts = machine_facts(machine)
-    where = [f"{name} {value}" if name in _NAMED else value for name, value in facts.items()]
-    options = "; ".join(f"{name} {value}" for name, value in option_facts(report.options).items())
-    return [
-        f"# {report.program}: {versions}",
-        f"# machine: {', '.join(where)}",
-        *_gpu_lines(machine),
-        *([f"# peers: {peers}"] if peers else []),
-        f"# options: {options}",
-    ]
+    """Returns the program, the machine with its versions, and the options."""
+    lines = [f"# {report.program}"]
+    for title, plain in (("machine", report.environment), ("options", report.options)):
+        lines.append(f"# {title}: {'; '.join(f'{name} {value}' for name, value in facts(plain).items())}")
+    return lines
 
 
-_VERSIONS = ("collectives", "torch", "numpy", "python")
-MACHINE = {
-    "host", "cpu", "cores_usable", "cores_online", "cache_last_level_bytes", "memory_bytes", "architecture",
-    "system", "load_average_1min",
-}  # fmt: skip
-"""The facts of an environment that :func:`machine_facts` puts in words."""
-
-_NAMED = {"last-level cache", "memory", "load"}
-"""Facts that say nothing without their names."""
+_UNITS_OF_NAMES = {"s": "s", "us": "us", "mb": "MB"}
 
 
-def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a machine is, in words by name."""
-    cache = machine["cache_last_level_bytes"]
-    return {
-        "host": machine["host"],
-        "processor": machine["cpu"],
-        "cores": f"{machine['cores_usable']} of {machine['cores_online']} cores usable",
-        "last-level cache": format_bytes(cache) if cache else "unknown",
-        "memory": f"{machine['memory_bytes'] / 2**30:.0f} GiB",
-        "architecture": machine["architecture"],
-        "system": machine["system"],
-        "load": f"{machine['load_average_1min']:.1f}",
-    }
+def facts(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Returns plain values in words by their names; what was left to the program says so."""
+    found = {}
+    for name, value in plain.items():
+        words, _, unit = name.rpartition("_")
+        if unit == "bytes" and value is not None:
+            found[words.replace("_", " ")] = f"{value / 2**20:.0f} MiB"
+        elif unit in _UNITS_OF_NAMES and words:
+            found[words.replace("_", " ")] = f"{_plain(value)} {_UNITS_OF_NAMES[unit]}"
+        else:
+            found[name.replace("_", " ")] = _plain(value)
+    return found
 
 
-def option_facts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a program was asked to do, in words by option; those left to it say so."""
-    facts = {name: _plain(value) for name, value in options.items() if name != "sizes"}
-    if sizes := options.get("sizes", ()):
-        facts["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})" if len(sizes) > 8 else _plain(sizes)
-    if options.get("link", "") is None:
-        facts["link"] = "unshaped"
-    return facts
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} is {one}" for name, one in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        shown = value if len(value) <= 12 else [value[0], "...", value[-1]]
+        return ",".join(map(str, shown)) or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "auto" if value is None else str(value)
 
 
 def network_of(options: Mapping[str, Any]) -> list[str]:
@@ -115,22 +93,11 @@ def network_of(options: Mapping[str, Any]) -> list[str]:
     return [f"{machines} machines", f"links of {link}"] if link else [f"{machines} machines"]
 
 
-def _gpu_lines(machine: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the GPUs that tensors are on, and how ranks share them."""
-    if "gpus" not in machine:
-        return
-    names = ", ".join(f"{number} x {name}" for name, number in Counter(machine["gpus"]).items())
-    yield f"# gpus: {names}, driver {machine['gpu_driver']}, CUDA {machine['cuda']}"
-    if "gpus_shared_by_ranks" in machine:
-        runs = ",".join(map(str, machine["gpus_shared_by_ranks"]))
-        words = " ".join(f"{name}={value}" for name, value in machine["gpus_shared_environment"].items())
-        yield f"# ranks share gpus in runs of {runs} ranks, with {words}; that tells nothing of bandwidths"
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value)) or "none"
-    return "auto" if value is None else str(value)
+def made_with(environment: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Returns machines and versions of a report in a line."""
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("collectives", "torch", "python"))
+    machine = [environment["cpu"], f"{environment['cores_usable']} cores", *network_of(options)]
+    return f"{', '.join(machine)}; {versions}"
 
 
 def skipped_facts(entry: Skipped) -> tuple[str, str]:
@@ -169,41 +136,26 @@ def parse_sizes(text: str) -> list[int]:
     """Returns the message sizes of a sweep in bytes, ascending, each once.
 
     Args:
-        text: sizes and ranges, separated by commas. A range is ``FIRST:LAST`` in powers of two,
-            ``FIRST:LAST:FACTOR``, or ``FIRST:LAST:+STEP``; its end belongs to it where the steps meet it.
+        text: sizes and ranges, separated by commas. A range is ``FIRST:LAST`` in powers of two or
+            ``FIRST:LAST:FACTOR``; its end belongs to it where the steps meet it.
 
     Raises:
         ValueError: ``text`` cannot be read, or a range does not ascend.
     """
     sizes: set[int] = set()
     for part in text.split(","):
-        first, *rest = part.split(":")
-        if not rest:
-            sizes.add(parse_bytes(first))
-            continue
-        if len(rest) > 2:
-            raise ValueError(
-                f"{part!r} is no range of sizes; write FIRST:LAST, FIRST:LAST:FACTOR or FIRST:LAST:+STEP"
-            )
-        sizes.update(
-            _range(part, parse_bytes(first), parse_bytes(rest[0]), rest[1] if len(rest) == 2 else "2")
-        )
-    if min(sizes) < 1:
-        raise ValueError(f"sizes must be positive, but {text!r} holds {min(sizes)}")
+        numbers = [parse_bytes(number) for number in part.split(":")]
+        if len(numbers) > 3:
+            raise ValueError(f"{part!r} is no range of sizes; write FIRST:LAST or FIRST:LAST:FACTOR")
+        first, last, factor = [*numbers, *(numbers[0], 2)[len(numbers) - 1 :]]
+        if first < 1:
+            raise ValueError(f"sizes must be positive, but {text!r} holds {first}")
+        if last < first or factor < 2:
+            raise ValueError(f"range {part!r} must ascend, but goes from {first} to {last} by {factor}")
+        while first <= last:
+            sizes.add(first)
+            first *= factor
     return sorted(sizes)
-
-
-def _range(part: str, first: int, last: int, step: str) -> list[int]:
-    if first < 1 or last < first:
-        raise ValueError(f"range {part!r} must ascend from 1 or more, but goes from {first} to {last} bytes")
-    adds = step.startswith("+")
-    width = parse_bytes(step.removeprefix("+"))
-    if width < (1 if adds else 2):
-        raise ValueError(f"range {part!r} does not ascend: its {'step' if adds else 'factor'} is {width}")
-    sizes = [first]
-    while (following := sizes[-1] + width if adds else sizes[-1] * width) <= last:
-        sizes.append(following)
-    return sizes
 
 
 def format_bytes(size: int) -> str:

@@ -1,4 +1,7 @@
-"""Cells: parts of figures that are measured in one go, kept when they are done, and not measured again."""
+"""Cells: parts of figures that are measured in one go, kept when they are done, and not measured again.
+
+They train models as classifiers, in wrappers that keep those of ranks equal.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +25,157 @@ from torch.utils.data import TensorDataset
 import collectives
 from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.devices import Device
-from collectives.bench.models import Recipe, batches, load_digits, residual_reader
-from collectives.bench.paper.wrappers import WRAPPERS, Wrapper, build_classifier, random_samples
+from collectives.bench.core.ranks import rounds_of, without_collection
+from collectives.bench.models import MODELS, Recipe, batches, load_digits, residual_reader
 from collectives.ddp import DistributedDataParallel
+from collectives.ddp.model_averaging import average_parameters
+
+CLASSES = 1000
+"""Labels of a random sample, as many as those of ImageNet."""
+
+
+class Classifier(nn.Module):
+    """A model whose pooled output goes through one linear layer to the scores of :data:`CLASSES` classes.
+
+    Args:
+        body: the model; its output is the scores, or has them or what leads to them as ``pooler_output``.
+        width: features of that pooled output; 0 where the body's output is the scores.
+    """
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(width, CLASSES) if width else nn.Identity()
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the scores of each sample."""
+        output: Any = self.body(**inputs)
+        pooled = getattr(output, "pooler_output", output)
+        return torch.as_tensor(self.head(pooled.flatten(1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Random samples.
+
+    Attributes:
+        inputs: keyword arguments of a classifier's forward.
+        labels: the class of each sample.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Returns the mean cross entropy of a classifier, wrapped or not, on these samples."""
+        return nn.functional.cross_entropy(model(**self.inputs), self.labels)
+
+
+def build_classifier(name: str) -> nn.Module:
+    """Returns a model of :data:`~collectives.bench.models.MODELS` as a classifier, untrained."""
+    body = MODELS[name].build()
+    config: Any = getattr(body, "config", None)
+    if config is None:
+        return Classifier(body, 0).train()
+    sizes = getattr(config, "hidden_sizes", None)
+    return Classifier(body, sizes[-1] if sizes else config.hidden_size).train()
+
+
+def random_samples(name: str, batch: int, length: int, seed: int, device: str) -> Samples:
+    """Returns labelled random samples for a classifier.
+
+    Args:
+        name: of the model.
+        batch: number of samples.
+        length: of each, as of :class:`~collectives.bench.models.Model`.
+        seed: of the random numbers.
+        device: type of the device that they are moved to.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs = MODELS[name].inputs(batch, length, generator)
+    labels = torch.randint(CLASSES, (batch,), generator=generator)
+    return Samples({key: value.to(device) for key, value in inputs.items()}, labels.to(device))
+
+
+BUCKET_MB = 25.0
+"""Size of a bucket where none is named: that of both wrappers."""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model that is kept equal on all ranks.
+
+    Attributes:
+        module: what forward goes through.
+        no_sync: returns a context for an iteration whose gradients stay this rank's.
+        after_backward: does what is still to be done with gradients; blocks until they are averaged.
+        after_step: does what is to be done with parameters after the optimizer's step, likewise.
+    """
+
+    module: nn.Module
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    after_backward: Callable[[], object] = lambda: None
+    after_step: Callable[[], object] = lambda: None
+
+
+def wrap(name: str, model: nn.Module, group: Any, bucket_mb: float | None) -> Wrapper:
+    """Returns a model in a wrapper.
+
+    Those without overlap are the steps by which the paper (sections 2.2 and 3.2) comes to its design.
+
+    Args:
+        name: ``local`` communicates nothing; ``ours`` and ``torch`` are the wrappers; ``after backward`` has
+            their buckets, but sends none before backward is over; ``per parameter`` averages one gradient
+            after the other; ``averaging`` averages parameters.
+        model: the model.
+        group: of this package, of torch for its wrapper.
+        bucket_mb: size of a bucket in MiB; 0 puts every gradient alone, ``None`` stands for 25.
+    """
+    if name == "local":
+        return Wrapper(model)
+    if name in {"ours", "torch"}:
+        kind: Any = DistributedDataParallel if name == "ours" else nn.parallel.DistributedDataParallel
+        parallel = kind(model, process_group=group, bucket_cap_mb=bucket_mb)
+        return Wrapper(parallel, parallel.no_sync)
+    first = collectives.get_process_group_ranks(group)[0]
+    for tensor in (*model.parameters(), *model.buffers()):
+        collectives.broadcast(tensor.detach(), first, group=group)
+    if name == "averaging":
+        return Wrapper(model, after_step=lambda: average_parameters(model.parameters(), group))
+
+    def average() -> None:
+        gradients = [one.grad for one in reversed([*model.parameters()]) if one.grad is not None]
+        if name == "per parameter":
+            for gradient in gradients:
+                _average(gradient, group).wait()
+        else:
+            cap_mb = BUCKET_MB if bucket_mb is None else bucket_mb
+            _average_in_buckets(gradients, group, cap_mb * (1 << 20))
+
+    return Wrapper(model, after_backward=average)
+
+
+def _average_in_buckets(gradients: Sequence[torch.Tensor], group: Any, cap_bytes: float) -> None:
+    """Averages gradients in order, in buckets that are full at so many bytes; data types do not mix."""
+    buckets: list[list[torch.Tensor]] = []
+    size = cap_bytes
+    for gradient in gradients:
+        if size >= cap_bytes or gradient.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.nbytes
+    flat = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
+    works = [_average(tensor, group) for tensor in flat]
+    for bucket, tensor, work in zip(buckets, flat, works, strict=True):
+        work.wait()
+        parts = torch.split(tensor, [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _average(tensor: torch.Tensor, group: Any) -> Any:
+    return collectives.all_reduce(tensor, op=collectives.ReduceOp.AVG, group=group, async_op=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +223,8 @@ class Cell(ABC):
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups that it needs, of all its ranks."""
-        return ()
+        backend: str = getattr(self, "backend", "")
+        return (backend,) if backend else ()
 
     @abstractmethod
     def measure(self, place: Place, budget_s: float) -> dict[str, Any]:
@@ -106,11 +258,6 @@ class Measured:
     samples: Mapping[str, Any]
 
 
-def slowest(ranks_ns: Sequence[Sequence[int]]) -> list[int]:
-    """Returns, of each call, which rank took longest; the lists are by rank, then by call."""
-    return [max(range(len(ranks_ns)), key=lambda rank: ranks_ns[rank][i]) for i in range(len(ranks_ns[0]))]
-
-
 MIN_CALLS, MAX_CALLS = 3, 20
 """How often each total time is taken; the budget decides between the two. Likewise the passes of a model."""
 
@@ -128,11 +275,6 @@ class AllReduceSweep(Cell):
     backend: str
     parameters: int
     counts: tuple[int, ...]
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The one group."""
-        return (self.backend,)
 
     def measure(self, place: Place, budget_s: float) -> dict[str, Any]:
         """Returns the total times of this rank by parameters of each all-reduce, and how many were wrong.
@@ -294,18 +436,17 @@ class Iterations(Cell):
         rounds = max(MIN_ROUNDS, math.ceil(wanted / REBUILT_AFTER))
         longest = max(series.interval for series in self.series)
         each = math.ceil(wanted / rounds / longest) * longest  # so that all series synchronise equally often
-        for this in range(rounds):
-            first = this % len(runs)
-            for run in [*runs[first:], *runs[:first]]:
+        for _, order in rounds_of(runs, rounds):
+            for run in order:
                 run.span(each)
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        return {"sizes": sizes, "series": [run.answer() for run in runs]}
+        return {"sizes": sizes, "series": [run.times for run in runs]}
 
     def combine(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the slowest rank's times of each iteration, with the phases that it had."""
         series = []
         for parts in zip(*(answer["series"] for answer in answers), strict=True):
-            ranks = slowest([part["iteration"] for part in parts])
+            ranks = np.argmax([part["iteration"] for part in parts], axis=0)
             whole = {
                 name: [parts[rank][name][i] for i, rank in enumerate(ranks)]
                 for name in ("iteration", *PHASES)
@@ -334,25 +475,19 @@ class _Run:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew with what is to be kept."""
-        self._times: dict[str, list[int]] = {name: [] for name in ("iteration", *PHASES)}
-        self._rebuilt: list[int] = []
-
-    def answer(self) -> dict[str, Any]:
-        """Returns all times, and at which iterations the wrapper was made; those include that."""
-        return {"rebuilt": self._rebuilt, **self._times}
+        """Begins anew with what is to be kept: times, and the iterations that include making the wrapper."""
+        self.times: dict[str, list[int]] = {name: [] for name in ("rebuilt", "iteration", *PHASES)}
 
     def span(self, iterations: int) -> None:
         """Makes wrapper and samples, and runs so many iterations; called by all ranks."""
         gc.collect()
         optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self._rebuilt.append(len(self._times["iteration"]))
+        self.times["rebuilt"].append(len(self.times["iteration"]))
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for parameter in self._model.parameters()
         ]
-        gc.disable()
-        try:
+        with without_collection():
             begin = self._place.start()
             self._seed += 1
             cell = self._cell
@@ -360,14 +495,12 @@ class _Run:
                 cell.model, cell.batch, cell.length, 1000 * self._seed + self._place.rank, cell.device
             )
             group = self._place.groups.get(self._series.group)
-            wrapper = WRAPPERS[self._series.wrapper](self._model, group, self._series.bucket_mb)
+            wrapper = wrap(self._series.wrapper, self._model, group, self._series.bucket_mb)
             for i in range(iterations):
                 self._iterate(begin, wrapper, samples, optimizer, i)
                 begin = self._place.start()
-        finally:
-            gc.enable()
-            for hook in hooks:
-                hook.remove()
+        for hook in hooks:
+            hook.remove()
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._last = self._place.device.mark()
@@ -398,7 +531,7 @@ class _Run:
             ("communication", between(self._last, backward) + between(stepped, end)),
             ("step", between(backward, stepped)),
         ):
-            self._times[name].append(took)
+            self.times[name].append(took)
 
 
 SIDES = (8, 64)
@@ -424,11 +557,6 @@ class Losses(Cell):
     lr: float
     interval: int
     iterations: int
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The one group."""
-        return (self.backend,)
 
     def measure(self, place: Place, budget_s: float) -> dict[str, Any]:  # noqa: ARG002
         """Returns this rank's loss at each iteration; gradients between two steps add up, as in the paper."""
@@ -473,19 +601,17 @@ def load_images(file: str) -> TensorDataset:
         if missing:
             raise ValueError(f"{file} has no {' and no '.join(sorted(missing))}")
         images, labels = archive["x_train"], archive["y_train"]
-    if images.dtype != np.uint8 or images.ndim != 3 or not all(
-        SIDES[0] <= side <= SIDES[1] for side in images.shape[1:]
-    ):  # fmt: skip
+    sides = images.shape[1:]
+    if images.dtype != np.uint8 or images.ndim != 3 or min(sides) < SIDES[0] or max(sides) > SIDES[1]:
         raise ValueError(
             f"x_train of {file} must be uint8 of shape [n, height, width] with sides of {SIDES[0]} to "
             f"{SIDES[1]}, but is {images.dtype} of shape {list(images.shape)}"
         )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "ui":
+    whole = labels.shape == images.shape[:1] and labels.dtype.kind in "ui" and len(labels) > 0
+    if not whole or labels.min() < 0 or labels.max() > 9:
         raise ValueError(
-            f"y_train of {file} must be {len(images)} whole numbers, but is {labels.dtype} of shape "
+            f"y_train of {file} must be {len(images)} labels of 0 to 9, but is {labels.dtype} of shape "
             f"{list(labels.shape)}"
         )
-    if len(labels) == 0 or labels.min() < 0 or labels.max() > 9:
-        raise ValueError(f"y_train of {file} must hold labels of 0 to 9")
     pixels = torch.from_numpy(images).float().div(255).unsqueeze(1)
     return TensorDataset(pixels, torch.from_numpy(labels.astype(np.int64)))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from collectives.bench.comparison.peers import TORCH
-from collectives.bench.core.charts import made_with
-from collectives.bench.core.text import lines_of
+from collectives.bench.core.records import grouped
+from collectives.bench.core.text import lines_of, made_with
 from collectives.bench.paper.cells import Measured
-from collectives.bench.paper.figures import INTERVALS
-from collectives.bench.paper.views import Report, figure_tables, usual_samples
+from collectives.bench.paper.figures import INTERVALS, Report, figure_tables, usual_samples
 
 NOTICEABLE = 0.1
 """Part by which two times must differ before one counts as longer."""
@@ -38,6 +36,13 @@ class Finding:
     here: str
     holds: bool | None
     because: str = ""
+
+    @property
+    def result(self) -> str:
+        """What is said of the statement here; nothing where it says nothing of this."""
+        if self.holds is None or self.holds:
+            return "holds" if self.holds else ""
+        return f"does not, because {self.because}" if self.because else "does not"
 
 
 Judge = Callable[[Figures], Iterator[Finding]]
@@ -213,9 +218,7 @@ def _what_changes(record: Measured) -> str:
 
 def backward_largest(figures: Figures) -> Iterator[Finding]:
     """Looks at backward and communication without overlap, then at how both depend on the model."""
-    by_backend: dict[str, list[Measured]] = {}
     for record in figures["fig6"]:
-        by_backend.setdefault(backend_of(record), []).append(record)
         times = phases(record)
         backward = times["backward"] + times["communication"]
         largest = backward > max(times["forward"], times["step"])
@@ -226,7 +229,7 @@ def backward_largest(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             f"{where(record)}: more than half", f"communication is {share:.0%} of it", share > 0.5, because
         )
-    for backend, records in by_backend.items():
+    for backend, records in grouped(figures["fig6"], backend_of).items():
         if len({parameters_of(record) for record in records}) > 1:
             yield from _by_model(backend, sorted(records, key=parameters_of))
 
@@ -343,10 +346,7 @@ def more_ranks(figures: Figures) -> Iterator[Finding]:
 
 def sublinear(figures: Figures) -> Iterator[Finding]:
     """Compares the best sizes of the smallest and the largest model."""
-    by_backend: dict[str, list[Measured]] = {}
-    for record in figures["fig7"]:
-        by_backend.setdefault(backend_of(record), []).append(record)
-    for backend, records in by_backend.items():
+    for backend, records in grouped(figures["fig7"], backend_of).items():
         few, *_, many = sorted([*records, records[0]], key=parameters_of)
         if parameters_of(few) == parameters_of(many):
             continue
@@ -524,335 +524,38 @@ def loss_at_the_end(figures: Figures) -> Iterator[Finding]:
         yield Finding(panel, here, is_worse == panel.startswith("(b)"), because)
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """A statement of the paper.
-
-    Attributes:
-        section: where it stands.
-        says: the statement.
-        rule: when it holds; where nothing can be measured, why.
-        figures: names of the figures that it needs; none where nothing can be measured.
-        judges: return what was found, given those figures.
-        needs: ranks that it must be tried on, where not any will do.
-        command: what measures it there.
-    """
-
-    section: str
-    says: str
-    rule: str
-    figures: tuple[str, ...] = ()
-    judges: tuple[Judge, ...] = ()
-    needs: str = "the paper's models and backends"
-    command: str = "collectives bench paper all --json DIR"
+JUDGES = (
+    top_speed, same_order, flat_and_wide, overlap_saves, backward_largest, twice, default_size, best_sizes,
+    more_ranks, sublinear, times_parameters, near_linear, slowdown, dearer_link, skipping_saves, jump,
+    nccl_or_gloo, lanes_in_turn, loss_at_the_end,
+)  # fmt: skip
+"""What the statements of the page name."""
 
 
-def _on_gpus(number: int, figure: str, words: str = "") -> tuple[str, str]:
-    """Returns what is needed, and the command, of a statement about so many GPUs."""
-    return (
-        f"{number} GPUs",
-        f"srun -n {number} collectives bench paper {figure} --device cuda{words} --json DIR",
-    )
-
-
-STATEMENTS = (
-    Statement(
-        "abstract, 8",
-        "Scaling to 256 GPUs is nearly linear.",
-        "256 ranks are worth at least 128 single ones, as those of the paper. With fewer the worth is shown.",
-        ("fig9",),
-        (near_linear,),
-        *_on_gpus(256, "fig9"),
-    ),
-    Statement(
-        "1",
-        "The size of buckets can more than double the speed.",
-        "The best size is more than twice as fast as the worst.",
-        ("fig7",),
-        (twice,),
-    ),
-    Statement(
-        "1",
-        "More than 60 % of the hours of production GPUs at Facebook, for four weeks of 2020, used the "
-        "wrapper.",
-        "a fact about one company's machines, which no other can measure.",
-    ),
-    Statement(
-        "3.2.2",
-        "All-reduces of Gloo reach top speed near 500 K parameters; those of NCCL gain even at 20 M.",
-        "Gloo: the smallest size within 10 % of the best total has 200 K to 1 M parameters. NCCL: the "
-        "largest size has the best total. Other backends are not judged.",
-        ("fig2",),
-        (top_speed,),
-    ),
-    Statement(
-        "3.2.2",
-        "Backward of ResNet-152 takes as long as communication, in order of magnitude: 250 ms on a GPU.",
-        "Neither takes 10 times the other.",
-        ("fig2",),
-        (same_order,),
-    ),
-    Statement(
-        "4.2, 5.2",
-        "25 MB is a reasonable default size of buckets.",
-        "25 MB takes at most 10 % more time than the best size.",
-        ("fig7",),
-        (default_size,),
-    ),
-    Statement(
-        "5.1",
-        "With NCCL overlap saves 38.0 % (ResNet) and 35.2 % (BERT).",
-        "Overlap saves more than noise. The paper's numbers are of 32 GPUs; ours stand beside.",
-        ("fig6",),
-        (overlap_saves("cuda"),),
-        *_on_gpus(32, "fig6"),
-    ),
-    Statement(
-        "5.1",
-        "With Gloo overlap saves 26.8 % (ResNet) and 21.5 % (BERT).",
-        "Overlap saves more than noise, with any backend of CPU tensors. The paper's numbers are of 32 "
-        "ranks.",
-        ("fig6",),
-        (overlap_saves("cpu"),),
-    ),
-    Statement(
-        "5.1",
-        "Backward takes the most time, communication more than half of that, and more in larger models; "
-        "overlap gains most where computation and communication take equally long.",
-        "Largest step: backward with communication takes longer than forward, and than the optimizer's "
-        "step. More than half: of backward without overlap. Grows: the largest model has the larger share."
-        " Balanced: the model whose two times differ least gains most.",
-        ("fig6",),
-        (backward_largest,),
-    ),
-    Statement(
-        "5.2",
-        "Best buckets on 16 GPUs: 10 to 25 MB for ResNet-50 and 50 MB for BERT with NCCL, 5 MB for both "
-        "with Gloo.",
-        "That size is within 2 % of the best one, and some sizes from 5 MB on differ by more than 10 %. "
-        "Other backends are not judged.",
-        ("fig7",),
-        (best_sizes,),
-    ),
-    Statement(
-        "5.2",
-        "Iterations over Gloo spread more than over NCCL, and Gloo's all-reduces beyond 512 KB take "
-        "equally long.",
-        "Spread: the median over bucket sizes of half of p10 to p90 is larger. Equally long: totals from "
-        "512 KB on differ by at most 25 %. Other backends are not judged.",
-        ("fig2", "fig7"),
-        (flat_and_wide,),
-    ),
-    Statement(
-        "5.2",
-        "BERT has 15 times the parameters of ResNet-50.",
-        "The counted ratio is 12 to 18.",
-        ("fig6",),
-        (times_parameters,),
-    ),
-    Statement(
-        "5.2",
-        "From 16 to 32 GPUs, 0 MB becomes visibly slower; above 5 MB nothing does.",
-        "With more ranks 0 MB takes more than 10 % longer, and 25 MB does not. Not judged where forward, "
-        "which sends nothing, takes half as long again: there ranks share cores.",
-        ("fig7", "fig8"),
-        (more_ranks,),
-        "twice as many ranks, each with a core or a GPU of its own",
-        "srun -n 32 collectives bench paper all --device cuda --nproc 16,32 --json DIR",
-    ),
-    Statement(
-        "5.3",
-        "With NCCL an iteration of ResNet-50 takes twice as long on 256 GPUs as on one: they are worth 128.",
-        "1.5 to 2.5 times as long on 256 ranks.",
-        ("fig9",),
-        (slowdown("nccl"),),
-        *_on_gpus(256, "fig9"),
-    ),
-    Statement(
-        "5.3",
-        "With Gloo 256 GPUs take 3 times (ResNet-50) and 6 times (BERT) as long: the network limits.",
-        "2 to 4.5 times, and 4.5 to 9 times, on 256 ranks. With fewer the times are shown.",
-        ("fig9",),
-        (slowdown("gloo"),),
-        *_on_gpus(256, "fig9", " --backends torch:gloo"),
-    ),
-    Statement(
-        "5.3",
-        "BERT over NCCL was slower on 16 GPUs than on 32, perhaps by a slow link.",
-        "16 GPUs take more than 10 % longer. A link that is not slow refutes it.",
-        ("fig9",),
-        (dearer_link,),
-        *_on_gpus(32, "fig9", " --nproc 16,32"),
-    ),
-    Statement(
-        "5.3",
-        "Synchronising every 8 iterations saves 38 % (NCCL) and 57 % (Gloo) for ResNet-50 on 256 GPUs.",
-        "It saves more than 10 % of the mean iteration, on any ranks.",
-        ("fig10",),
-        (skipping_saves,),
-    ),
-    Statement(
-        "5.3",
-        "With NCCL iterations suddenly take longer from 128 to 256 GPUs, however often they synchronise.",
-        "Mean iterations take more than 25 % longer with every interval.",
-        ("fig10",),
-        (jump,),
-        *_on_gpus(256, "fig10", " --nproc 128,256"),
-    ),
-    Statement(
-        "5.3",
-        "Skipped synchronisations cost no loss at rate 0.02 with batches of 8, but do at 0.06 with 256.",
-        "The mean loss of the last tenth, every 8 iterations against each: in (a) at most 10 % higher, in "
-        "(b) more. The paper trains a ResNet on MNIST. For that stand in: a residual network of nine layers "
-        "and 131 K parameters, and, without `--images`, scikit-learn's 1,797 digits of 8 x 8 pixels.",
-        ("fig11",),
-        (loss_at_the_end,),
-    ),
-    Statement(
-        "5.4",
-        "Three groups in turn: BERT over NCCL is 33 % faster on 16 GPUs, ResNet-50 over NCCL no different,"
-        " ResNet-50 over Gloo faster.",
-        "Faster: three save more than noise of one. No different: within 10 %. Others are not judged.",
-        ("fig12",),
-        (lanes_in_turn,),
-    ),
-    Statement(
-        "6.1",
-        "NCCL is considerably faster than Gloo, and the best bucket grows with the model, but by less.",
-        "NCCL takes 10 % less time than Gloo with the same model and ranks. The best bucket of the largest"
-        " model is no smaller than the smallest model's, and grows by no more than the parameters. Not "
-        "judged where sizes from 5 MB on do not differ by 10 % with either.",
-        ("fig7", "fig9"),
-        (nccl_or_gloo, sublinear),
-        "GPUs",
-        "torchrun --nproc-per-node 8 --no-python collectives bench paper all --device cuda --backends "
-        "nccl,torch:gloo --json DIR",
-    ),
-    Statement(
-        "1, 7",
-        "The techniques came with PyTorch 1.1; the paper describes 1.5.",
-        "history, which no measurement shows. [Ideas of the paper](internals/paper-ideas.md) has what is "
-        "here.",
-    ),
-)
-"""All statements with a number, in the paper's order."""
-
-
-def report_lines(kept: Mapping[str, Report]) -> Iterator[str]:
-    """Yields the report.
+def report_text(kept: Mapping[str, Report]) -> str:
+    """Returns the report in Markdown.
 
     Args:
         kept: the figures that were measured, by name; at least one.
     """
-    figures: Figures = {name: figure.records for name, figure in kept.items()}
-    yield "# The paper's evaluation, measured again"
-    yield ""
-    yield (
-        "What *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (VLDB 2020) says "
-        "with a number, and what the ranks below show of it. `collectives bench paper report --json DIR` "
-        "makes this page of the samples that DIR keeps, and of nothing else; [The paper's "
-        "figures](guide/paper-figures.md) tells how they are measured."
-    )
-    yield ""
-    if any(figure.options.get("quick") for figure in kept.values()):
-        yield (
-            "**These samples are of a trial with `--quick` on a machine with the load below: small models "
-            "and few iterations. They show the form of the page; what holds there says nothing.**"
-        )
-        yield ""
-    yield from _rules()
-    yield from _measured_with(kept)
-    yield "## The statements"
-    for number, statement in enumerate(STATEMENTS, start=1):
-        yield from ["", f"### {number}. {statement.says}", ""]
-        yield from _statement(statement, figures)
-    yield from ["", "## What follows for a training job", ""]
-    yield from advice_lines(figures)
-    yield from ["", "## What priorities among gradients could save", ""]
-    yield (
-        "Section 7 names schedulers that send first what the next forward needs first. This bounds what "
-        "they could save here: communication takes nothing from computation, forward takes half as long as"
-        f" backward, and a wrapper could wait layer by layer at no cost. Above {NOTICEABLE:.0%} it is worth"
-        " a trial."
-    )
-    yield ""
-    yield from priority_lines(figures)
-    yield from ["", "## The measurements"]
-    for name, records in figures.items():
-        yield from ["", f"`{name}`:", "", "```text"]
-        yield from list(lines_of(figure_tables(records)))[1:]
-        yield "```"
+    import jinja2
 
-
-def _rules() -> Iterator[str]:
-    yield "## How a statement is judged"
-    yield ""
-    yield (
-        "The rules are part of the program, which was written before it had samples to judge. Each "
-        "statement has its own, stated with it; for all of them:"
-    )
-    yield ""
-    yield (
-        "- A time is the slowest rank's, and the median over iterations or calls, without the iterations "
-        "in which wrapper and samples were made anew."
-    )
-    yield (
-        f"- Two times differ where one is more than {NOTICEABLE:.0%} longer. Where a rule speaks of noise, "
-        "the difference also exceeds half of the range from p10 to p90 of the slower series."
-    )
-    yield (
-        "- The paper's percentages are of 16 to 256 GPUs. On other ranks a rule asks for the direction, "
-        "and not for the number."
-    )
-    yield (
-        "- *Holds* and *does not* are said of each model and backend. Of a measurement that a statement "
-        "says nothing of, none is said."
-    )
-    yield ""
-
-
-def _measured_with(kept: Mapping[str, Report]) -> Iterator[str]:
-    yield "## What was measured"
-    yield ""
+    figures: Figures = {name: figure.records for name, figure in kept.items() if figure.records}
     environment = next(iter(kept.values())).environment
     system = f"{environment['system']}, {environment['memory_bytes'] / 2**30:.0f} GiB"
-    yield f"On: {made_with(environment, {})}; {system}. The load is that of the machine just before."
-    yield ""
-    yield "| figure | load | command |"
-    yield "|---|---|---|"
-    for name, figure in kept.items():
-        yield f"| {name} | {figure.environment['load_average_1min']:.1f} | `{figure.command()}` |"
-    yield ""
-
-
-def _statement(statement: Statement, figures: Figures) -> Iterator[str]:
-    if not statement.judges:
-        yield f"Section {statement.section}. Nothing is measured: {statement.rule}"
-        return
-    yield f"Section {statement.section}; {', '.join(statement.figures)}. Holds where: {statement.rule}"
-    yield ""
-    missing = [name for name in statement.figures if not figures.get(name)]
-    findings = [] if missing else [found for judge in statement.judges for found in judge(figures)]
-    if findings:
-        yield "| where | measured | |"
-        yield "|---|---|---|"
-        for found in findings:
-            yield f"| {found.where} | {found.here} | {_result(found)} |"
-    if all(found.holds is None for found in findings):
-        if findings:
-            yield ""
-        why = f"no samples of {', '.join(missing)}" if missing else f"needs {statement.needs}"
-        yield f"Cannot be tried on these ranks: {why}. There:"
-        yield ""
-        yield f"    {statement.command}"
-
-
-def _result(found: Finding) -> str:
-    if found.holds is None:
-        return ""
-    if found.holds:
-        return "holds"
-    return f"does not, because {found.because}" if found.because else "does not"
+    markdown = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
+    markdown.globals.update({judge.__name__: judge for judge in JUDGES})
+    page = markdown.from_string(Path(__file__).with_name("report.md.jinja").read_text("utf-8"))
+    return page.render(
+        kept=kept,
+        figures=figures,
+        quick=any(figure.options.get("quick") for figure in kept.values()),
+        noticeable=f"{NOTICEABLE:.0%}",
+        machine=f"{made_with(environment, {})}; {system}",
+        found=lambda judges: [found for judge in judges for found in judge(figures)],
+        advice=list(advice_lines(figures)),
+        measurements={name: list(lines_of(figure_tables(records)))[1:] for name, records in figures.items()},
+    )
 
 
 def advice_lines(figures: Figures) -> Iterator[str]:
@@ -879,155 +582,3 @@ def _size(record: Measured) -> str:
         if is_faster(record, _DEFAULT, name)
     ]
     return "; ".join([f"buckets of {_DEFAULT}, the default, as no size is noticeably faster", *slower])
-
-
-MIB = 1 << 20
-
-PIECES_MB = (25.0, 4.0, 1.0, 0.25)
-"""Sizes of buckets, which are the pieces among which priorities choose."""
-
-FORWARD = 0.5
-"""Time of forward as part of backward's, of which figure 2 has the times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """A gradient of the model, in the order in which they are ready.
-
-    Attributes:
-        ready_s: when it is, from the beginning of backward.
-        parameters: number of its elements.
-    """
-
-    ready_s: float
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What an all-reduce takes.
-
-    Attributes:
-        message_s: whatever its size.
-        parameter_s: for each parameter in addition.
-    """
-
-    message_s: float
-    parameter_s: float
-
-    def of(self, parameters: int) -> float:
-        """Returns the seconds of one of so many parameters."""
-        return self.message_s + parameters * self.parameter_s
-
-    @classmethod
-    def measured(cls, counts: Sequence[int], totals_s: Sequence[float], parameters: int) -> Costs:
-        """Returns those of a sweep: by its best total, and by what its smallest all-reduces take in addition.
-
-        Args:
-            counts: parameters of each all-reduce.
-            totals_s: of all of them, by count.
-            parameters: in all.
-        """
-        parameter_s = min(totals_s) / parameters
-        message_s = counts[0] * (totals_s[0] / parameters - parameter_s)
-        return cls(max(0.0, message_s), parameter_s)
-
-
-def forward_ends_s(
-    gradients: Sequence[Gradient], costs: Costs, piece_mb: float, *, by_layer: bool, priorities: bool
-) -> float:
-    """Returns when the next forward is over, from the beginning of backward.
-
-    Args:
-        gradients: of the model; forward needs them in the opposite order.
-        costs: of all-reduces.
-        piece_mb: size at which a piece is full; a larger gradient is sent in several.
-        by_layer: whether a layer waits for its own gradients only, and not for all.
-        priorities: whether of the pieces that are ready the one is sent that forward needs first, and not the
-            one that was ready first.
-    """
-    done = _ends(gradients, costs, int(piece_mb * MIB / BYTES), priorities)
-    now = backward_s = gradients[-1].ready_s
-    if not by_layer:
-        now = max(now, *done)
-    for place in reversed(range(len(gradients))):
-        begun_s = gradients[place - 1].ready_s if place else 0.0
-        now = max(now, done[place]) + FORWARD * (gradients[place].ready_s - begun_s)
-    return max(now, (1 + FORWARD) * backward_s)
-
-
-def _ends(gradients: Sequence[Gradient], costs: Costs, full: int, priorities: bool) -> list[float]:
-    """Returns when each gradient is averaged."""
-    pieces = list(_pieces(gradients, full))
-    done = [0.0] * len(gradients)
-    waiting: list[tuple[int, int]] = []
-    now, coming = 0.0, 0
-    while coming < len(pieces) or waiting:
-        if not waiting:
-            now = max(now, gradients[pieces[coming][0][-1]].ready_s)
-        while coming < len(pieces) and gradients[pieces[coming][0][-1]].ready_s <= now:
-            needed = -pieces[coming][0][-1] if priorities else 0
-            heapq.heappush(waiting, (needed, coming))
-            coming += 1
-        members, parameters = pieces[heapq.heappop(waiting)[1]]
-        now += costs.of(parameters)
-        for place in members:
-            done[place] = max(done[place], now)
-    return done
-
-
-def _pieces(gradients: Sequence[Gradient], full: int) -> Iterator[tuple[list[int], int]]:
-    """Yields the gradients that lie in each piece, and its parameters, in the order of readiness."""
-    members: list[int] = []
-    held = 0
-    for place, gradient in enumerate(gradients):
-        members.append(place)
-        held += gradient.parameters
-        while held > full:
-            yield list(members), full
-            members, held = [place], held - full
-        if held == full or (place == len(gradients) - 1 and held):
-            yield members, held
-            members, held = [], 0
-
-
-def priority_lines(figures: Figures) -> Iterator[str]:
-    """Yields the schedules side by side for each backend, where figure 2 was measured."""
-    ready = [record for record in figures.get("fig2", ()) if record.cell["kind"] == "ReadyGradients"]
-    if not ready:
-        yield "No samples of fig2."
-        return
-    ready_s = np.median(ready[0].samples["ready_ns"], axis=0) / 1e9
-    sizes = reversed(ready[0].samples["sizes"])
-    gradients = [Gradient(float(s), size) for s, size in zip(ready_s, sizes, strict=True)]
-    yield (
-        f"Backward of {ready[0].cell['model']} and the next forward, in ms, with pieces of the best of "
-        f"{', '.join(f'{size:g}' for size in PIECES_MB)} MB: forward after all averages, as it is; layers "
-        "that wait for their own; and the piece first that forward needs first, too."
-    )
-    yield ""
-    yield "| backend | as it is | by layer | with priorities | saved by layer | by priorities, too |"
-    yield "|---|---|---|---|---|---|"
-    for record, totals in sweeps(figures):
-        cell = record.cell
-        costs = Costs.measured(cell["counts"], [total / 1e9 for total in totals], cell["parameters"])
-        best = [
-            _best(gradients, costs, by_layer=by_layer, priorities=priorities)
-            for by_layer, priorities in ((False, False), (True, False), (True, True))
-        ]
-        times_s = [seconds for seconds, _ in best]
-        row = [f"{1e3 * seconds:.0f} ({size:g} MB)" for seconds, size in best]
-        for before, after in pairwise(times_s):
-            saved = 1 - after / before
-            row.append(f"{saved:.0%}: {'worth a trial' if saved > NOTICEABLE else 'not worth it'}")
-        yield f"| {backend_of(record)} | {' | '.join(row)} |"
-
-
-def _best(
-    gradients: Sequence[Gradient], costs: Costs, *, by_layer: bool, priorities: bool
-) -> tuple[float, float]:
-    """Returns the shortest time of a schedule, and the size of pieces that has it."""
-    return min(
-        (forward_ends_s(gradients, costs, size, by_layer=by_layer, priorities=priorities), size)
-        for size in PIECES_MB
-    )

@@ -11,7 +11,7 @@ import os
 import subprocess
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -22,8 +22,7 @@ import torch.distributed as torch_dist
 import collectives
 from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.namespaces import Machines
-from collectives.bench.core.ranks import TIMEOUT, Placement, new_group, started
+from collectives.bench.core.ranks import TIMEOUT, Placement, new_group
 from collectives.bench.paper.cells import Cell, Place
 from collectives.cli import CommandError, mpi_job
 from collectives.ddp.default_group import resolve_group
@@ -47,14 +46,7 @@ class Team(Protocol):
         """
 
 
-def local_team(
-    size: int, backends: Sequence[str], device: str, machines: Machines | None
-) -> AbstractContextManager[Team]:
-    """Returns a context with ranks that this process starts; arguments as of :func:`.started`."""
-    return started(_serve, size, backends=backends, device=device, machines=machines)
-
-
-def _serve(rank: int, connection: Connection, placement: Placement) -> None:
+def serve(rank: int, connection: Connection, placement: Placement) -> None:
     """Body of a rank: answers every order until the parent closes."""
     placement.take(rank)
     placement.initialize(rank, "host")
@@ -143,6 +135,13 @@ def launched_ranks() -> int | None:
         return int(steps)
     job = mpi_job.current()
     return None if job is None else job.size
+
+
+def is_first() -> bool:
+    """Returns whether this process is a launcher's first one, which alone writes files and prints."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+    job = mpi_job.current()
+    return rank in {None, "0"} and (job is None or job.rank == 0)
 
 
 def _read_srun() -> None:

@@ -70,15 +70,14 @@ def test_the_cost_of_looking_for_unused_parameters(tmp_path):
     path = tmp_path / "out.json"
     peers = "ours:host,ours:host+unused+noop,ours:host+unused"
     status = main(
-        ["bench", "ddp", "--models", "layers500", "--peers", peers, "--iters", "2", "--warmup", "2",
-         "--json", str(path)]
+        ["bench", "ddp", "--models", "small", "--batch", "1", "--peers", peers, "--iters", "2",
+         "--warmup", "2", "--json", str(path)]
     )  # fmt: skip
     assert status == 0
     plain, noop, unused = json.loads(path.read_text())["records"]
     assert [one["peer"] for one in (plain, noop, unused)] == [
         "ours:host", "ours:host+noop+unused", "ours:host+unused",
     ]  # fmt: skip
-    assert plain["parameter_tensors"] == 1000
     assert plain["grad_norm"] == unused["grad_norm"]
     assert unused["ratios"]["time_over_plain"] == (
         unused["iteration"]["median_us"] / plain["iteration"]["median_us"]
@@ -94,7 +93,7 @@ def test_hooks_send_less_and_models_learn(tmp_path, capsys):
     path = tmp_path / "out.json"
     words = ["--models", "digits", "--hooks", "none,noop,fp16", "--iters", "8", "--warmup", "4"]
     assert main(["bench", "ddp", *words, "--json", str(path)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ours:host")]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ours:host")]
     assert len(rows) == 2 * 3
     plain, noop, fp16 = json.loads(path.read_text())["records"]
     assert [one["peer"] for one in (plain, noop, fp16)] == ["ours:host", "ours:host+noop", "ours:host+fp16"]
@@ -173,8 +172,6 @@ def test_lanes_are_named_on_the_command_line(capsys):
     peers = "ours:round_robin:2:gloo,torch:collectives_round_robin:2"
     assert main([*words, "--peers", peers]) == 0
     assert capsys.readouterr().out.count(" yes") == 2
-    assert main([*words, "--peers", "ours:host:2"]) == 1
-    assert "round_robin:LANES" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -184,16 +181,6 @@ def test_ranks_over_mpi_are_started_by_mpirun(capsys):
     words = ["bench", "ddp", "--models", "small", "--iters", "1", "--warmup", "2", "--batch", "1"]
     assert main([*words, "--peers", "ours:mpi,ours:round_robin:2:mpi"]) == 0
     assert capsys.readouterr().out.count(" yes") == 2
-
-
-@pytest.mark.full
-def test_a_model_with_an_unused_parameter(tmp_path):
-    path = tmp_path / "out.json"
-    words = ["bench", "ddp", "--models", "spare", "--iters", "2", "--warmup", "2", "--batch", "1"]
-    assert main([*words, "--peers", "ours:host,torch:gloo", "--find-unused", "--json", str(path)]) == 0
-    for record in json.loads(path.read_text())["records"]:
-        assert record["agrees"]
-        assert record["parameters"] == 4_095_618
 
 
 def test_without_transformers_the_small_model_is_measured_and_the_command_is_named(monkeypatch):
@@ -207,20 +194,24 @@ def test_without_transformers_the_small_model_is_measured_and_the_command_is_nam
 
 
 def test_peers_that_disagree_are_told():
-    peers = []
+    class Processes:
+        size = 2
+
+        def __init__(self, norm):
+            self.norm = norm
+
+        def gather(self):
+            return [ddp.Facts(10, 2, self.norm, 0, 1.0, checksum=1) for _ in range(2)]
+
+    teams = []
     for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
-        peer = object.__new__(ddp._Ranks)
-        peer.peer = Peer.parse(name)
-        peer.ready = [ddp.Ready(10, 2, norm, 0, 1.0)] * 2
-        peer.times = [ddp.Times([5], [5], [5], [5], [1.0])] * 2
-        peer.link_bytes = None
-        peer.processes = type("Processes", (), {"size": 2})
-        peers.append(peer)
-    norms = ddp._agreed_norms(peers)
-    same, other = [ddp.End(1, 2**20)] * 2, [ddp.End(1, 2**20), ddp.End(2, 2**20)]
-    made = [ddp._record(peer, TASKS["small"], (1, 64), same, norms) for peer in peers]
-    assert [one.agrees for one in made] == [True, True, False]
-    assert not ddp._record(peers[0], TASKS["small"], (1, 64), other, norms).agrees
+        team = ddp._Ranks(Peer.parse(name), Processes(norm))
+        team.times = [ddp.Times({phase: [5] for phase in ddp.PHASES}, [1.0])] * 2
+        teams.append(team)
+    agree = [record.agrees for record in ddp.records_of(teams, TASKS["small"], 1)]
+    assert agree == [True, True, False]
+    teams[0].facts[1].checksum = 2
+    assert not ddp.records_of(teams, TASKS["small"], 1)[0].agrees
 
 
 def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
@@ -250,11 +241,11 @@ def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
 
 
 def test_a_model_that_nobody_named_is_skipped_where_memory_is_too_little(monkeypatch):
-    monkeypatch.setattr(ddp, "FIELD", ("small", "spare"))
+    monkeypatch.setattr(ddp, "FIELD", ("small", "digits"))
     measured = []
 
     def measure_one(model, *_):
-        if model.name == "spare":
+        if model.name == "digits":
             raise MemoryError("8 peers need more")
         measured.append(record("ours:host", 1, model=model.name))
         return measured
@@ -262,43 +253,14 @@ def test_a_model_that_nobody_named_is_skipped_where_memory_is_too_little(monkeyp
     monkeypatch.setattr(ddp, "_measure_model", measure_one)
     report = ddp.measure(ddp.Options())
     assert report.records == measured
-    assert ("spare", "8 peers need more") in [(entry.peer, entry.reason) for entry in report.skipped]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
-        (["--peers", "alone:host"], "must be alone"),
-        (["--peers", "ours:host+zip"], "has no known hook or option; ours knows +noop, +allreduce"),
-        (["--peers", "torch:gloo+one-bit"], "has no known hook or option; torch knows +noop"),
-        (["--peers", "alone+noop"], "has no known hook or option; alone knows none"),
-        (["--hooks", "zip"], "peer 'ours:host+zip' has no known hook"),
-        (["--machines", "3", "--peers", "alone"], "2 ranks cannot be shared equally among 3 machines"),
-        (["--machines", "2"], "ours:mpi is started by mpirun"),
-        (["--link", "1gbit", "--peers", "alone"], "a link joins machines"),
-        (["--peers", "ours:host+noop+fp16"], "has an option twice, or two hooks"),
-        (["--peers", "ours:hots"], "unknown backend 'hots'"),
-        (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments, message, capsys):
-    assert main(["bench", "ddp", *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_there_is_nothing_to_measure_on_it(capsys):
-    assert main(["bench", "ddp", "--device", "cuda"]) == 1
-    assert "tensors on cuda cannot be measured here" in capsys.readouterr().err
+    assert ("digits", "8 peers need more") in [(entry.peer, entry.reason) for entry in report.skipped]
 
 
 def test_names_of_peers():
     peer = Peer.parse("torch:gloo+unused+fp16")
-    assert peer == Peer("torch", "gloo", "fp16", find_unused=True)
+    assert peer == Peer("torch", "gloo", "fp16", ("unused",))
     assert str(peer) == "torch:gloo+fp16+unused"
-    assert str(peer.plain()) == "torch:gloo"
-    assert str(Peer("ours", "host", "noop", find_unused=True).base()) == "torch:gloo+noop+unused"
+    assert str(Peer.parse("ours:host+static+views")) == "ours:host+views+static"
     assert str(Peer.parse("alone")) == "alone"
     assert not Peer.parse("alone").communicates
 

@@ -63,16 +63,3 @@ def test_a_store_that_loses_a_call_is_found(monkeypatch, capsys):
     words = ["--operations", "add", "--servers", "here", "--rounds", "1", "--seconds", "0.001"]
     assert main(["bench", "store", *words]) == 1
     assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "no"
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--operations", "set,put"], "unknown operation 'put'; known are set, get"),
-        (["--servers", "there"], "unknown place of a server 'there'; known are here, process"),
-        (["--seconds", "0"], "seconds must be more than 0"),
-    ],
-)
-def test_arguments_that_cannot_be(words, reason, capsys):
-    assert main(["bench", "store", *words]) != 0
-    assert reason in capsys.readouterr().err

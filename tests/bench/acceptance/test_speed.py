@@ -11,8 +11,8 @@ from nccl_double.platform import DoublePlatform
 from collectives.bench import ddp
 from collectives.bench.acceptance import sections
 from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.acceptance.sections import Cost
-from collectives.bench.comparison.options import Options
+from collectives.bench.acceptance.sections import SECTIONS, Cost, Plan
+from collectives.bench.allreduce import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.ddp import TrainingRecord, TrainingReport
@@ -24,6 +24,10 @@ class Devices(DoublePlatform):
     compared = ("nccl", "torch:nccl")
     trained = ("ours:nccl", "torch:nccl")
     times_tell = True
+
+
+def plan(platform: DoublePlatform | None = None) -> Plan:
+    return Plan("", platform or Devices(), (2,), short=True)
 
 
 def record(peer: str, size: int, us: float, wrong: int = 0) -> Record:
@@ -41,7 +45,7 @@ def rows(
         return Report("allreduce", {}, {}, list(records), list(skipped))
 
     monkeypatch.setattr(sections, "measure", measure)
-    return [*sections.bandwidth_rows(Devices(), 2, "cupy", short=True)]
+    return [*sections._measured(plan(), 2, "all_reduce", "8", ["all_reduce"])]
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(31.0, Verdict.PASSED), (33.0, Verdict.FAILED)])
@@ -104,7 +108,7 @@ def test_training_may_take_a_twentieth_more_and_must_agree(
         return TrainingReport("ddp", {}, {}, records)
 
     monkeypatch.setattr(sections.ddp, "measure", measure)
-    (row,) = sections.training_rows(Devices(), 2, "cupy", short=True)
+    (row,) = SECTIONS["training"](plan())
     assert row.verdict is verdict
     assert said in row.said
 
@@ -113,16 +117,16 @@ def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(sections.LIMITS)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
     monkeypatch.setattr(sections, "measure_host_cost", lambda calls: costs)
-    whole, *judged = sections.host_cost_rows(Devices(), short=True)
+    whole, *judged = SECTIONS["host-cost"](plan())
     assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
-    assert {row.verdict for row in sections.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
+    assert {row.verdict for row in SECTIONS["host-cost"](plan(DoublePlatform()))} == {Verdict.PASSED}
     allowed = sections.LIMITS[names[1]][0]
     costs[1] = Cost(names[1], allowed + 1, 10, 1.0)  # which are the same everywhere
     for platform in (Devices(), DoublePlatform()):
-        row = [*sections.host_cost_rows(platform, short=True)][2]
+        row = [*SECTIONS["host-cost"](plan(platform))][2]
         assert row.verdict is Verdict.FAILED
         assert f"{allowed + 1} frames of Python" in row.said
         assert row.said.endswith(f"; {allowed} frames are allowed")
@@ -134,8 +138,5 @@ def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(sections, "measure_host_cost", breaks)
     monkeypatch.setattr(sections.ddp, "Options", breaks)
-    rows = [
-        *sections.host_cost_rows(Devices(), short=True),
-        *sections.training_rows(Devices(), 2, "cupy", short=True),
-    ]
+    rows = [row for name in ("host-cost", "training") for row in SECTIONS[name](plan())]
     assert [(row.verdict, row.said) for row in rows] == [(Verdict.FAILED, "RuntimeError: no driver")] * 2

@@ -6,24 +6,9 @@ import pytest
 from machines import make_machines  # noqa: F401 - a fixture
 from mpi_team import find_installations
 
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import Options
-from collectives.cli import main
+from collectives.bench.allreduce import Options, measure
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"machines": 2, "ranks": (3,)}, "3 ranks cannot be shared equally among 2 machines"),
-        ({"link": "1gbit"}, "a link joins machines"),
-        ({"machines": 2, "link": "fast"}, "'fast' is no rate of a link"),
-    ],
-)
-def test_machines_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Options(**options)
 
 
 @pytest.mark.full
@@ -44,18 +29,3 @@ def test_a_shaped_link_bounds_the_bandwidth(make_machines, monkeypatch):  # noqa
         assert record.wrong_elements == 0
         # An all-reduce between two sends every byte once in either direction.
         assert record.cold.median_us > (1 << 20) * 8 / 200e6 * 1e6 * 0.8, record.peer
-
-
-def test_a_link_that_cannot_be_made_is_a_clear_error(monkeypatch, capfd):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["bench", "allreduce", "--backends", "gloo", "--sizes", "1K", "--machines", "2", "--link", "fast"]
-    assert main(words) == 1
-    error = capfd.readouterr().err
-    assert "tc" in error
-    assert "'fast' is no rate of a link" in error
-    assert "Traceback" not in error
-
-
-def test_the_command_line_refuses_what_the_options_refuse():
-    with pytest.raises(SystemExit):
-        main(["bench", "allreduce", "--machines", "0"])

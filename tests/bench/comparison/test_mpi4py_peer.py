@@ -55,15 +55,6 @@ def test_a_folder_without_an_mpi_is_named(tmp_path):
     assert f"{tmp_path} has no bin/mpirun or no lib/libmpi.so" in peers.why_no_mpi4py(str(tmp_path))
 
 
-def test_an_mpi_needs_a_name_and_a_folder(capsys):
-    for words in (["--mpi", "other"], ["--mpi", "=/opt/mpi"], ["--mpi", "other="]):
-        with pytest.raises(SystemExit):
-            main(["bench", "allreduce", *words])
-        assert "is not NAME=FOLDER,..." in capsys.readouterr().err
-    assert main(["bench", "allreduce", "--backends", "mpi4py:other", "--sizes", "8"]) == 1
-    assert "mpi4py:other names an MPI without a folder" in capsys.readouterr().err
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("installation", find_installations(), ids=lambda installation: installation.name)
 def test_an_mpi_of_a_folder_runs_beside_the_usual_one(installation, capsys):

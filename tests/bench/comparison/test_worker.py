@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from collectives.bench.allreduce import Options
 from collectives.bench.comparison import operations
 from collectives.bench.comparison import worker as worker_module
 from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
-from collectives.bench.comparison.options import Options
-from collectives.bench.comparison.peers import add_zero
-from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, run_worker
+from collectives.bench.comparison.worker import Batch, Ready, Worker, run_worker
 from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.ranks import Placement, barrier_memory
 
@@ -112,8 +111,9 @@ def test_a_rank_is_ready_when_its_tensors_are_there(monkeypatch):
         return made
 
     monkeypatch.setattr(worker_module, "Worker", make)
+    monkeypatch.setattr(worker_module, "_peers", lambda options: ({"peer": Recorder()}, Ready({}, {})))
     with barrier_memory(1) as memory:
-        run_worker(0, Line(), Placement(1, 0, memory, "cpu"), Options((), (1,), (4 * COUNT,), limit=True))
+        run_worker(0, Line(), Placement(1, 0, memory, "cpu"), Options((), (1,), (4 * COUNT,)))
     assert events == ["tensors", Ready({}, {})]
 
 
@@ -169,12 +169,6 @@ def test_out_of_place_largest_size_fits():
     assert (len(result.cold_ns), result.cold_wrong) == (2, 0)
 
 
-def test_the_limit_must_leave_the_input_as_it_is():
-    assert player(add_zero, name=LIMIT).run(turn(3, 3, name=LIMIT)).cold_wrong == 0
-    result = player(lambda _, given, result: lambda: result.add_(1), name=LIMIT).run(turn(3, 3, name=LIMIT))
-    assert (result.cold_wrong, result.hot_wrong) == (3 * COUNT, COUNT)
-
-
 def test_ranks_meet_before_every_timed_call():
     met = []
     player(Recorder(), barrier=lambda: met.append(None)).run(turn(3, 2, 10))
@@ -210,15 +204,6 @@ def test_half_of_a_ping_pong_counts(monkeypatch):
     monkeypatch.setattr("collectives.bench.comparison.worker.time.perf_counter_ns", lambda: next(ticks))
     result = player(Recorder(), operation="sendrecv").run(turn(1, 1, 2, operation="sendrecv"))
     assert (result.cold_ns, result.hot_ns, result.loop_ns) == ([250], [250], [125])
-
-
-def test_one_rank_is_late_to_one_more_barrier():
-    result = player(lambda *_: lambda: None, operation="barrier").run(
-        turn(2, 2, count=0, operation="barrier")
-    )
-    ((came, left),) = result.crossings_ns
-    assert came <= left
-    assert player(Recorder()).run(turn(1, 0)).crossings_ns == []
 
 
 def run_by_formula(operation, inputs, ranks):

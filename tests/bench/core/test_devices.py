@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
 
-from collectives.bench.comparison.goals import parse_goal
-from collectives.bench.comparison.measurement import available_backends
-from collectives.bench.comparison.options import Options
+from collectives.bench.allreduce import Options, available_backends
 from collectives.bench.comparison.records import Report
 from collectives.bench.core import text
 from collectives.bench.core.devices import DEVICES, CudaDevice
 from collectives.bench.core.machine import describe_machine, memory_available_bytes
-from collectives.cli import main
-
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 def test_the_cpu_adds_nothing_to_a_call():
@@ -60,37 +54,17 @@ def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
     versions = {"nccl": "NCCL 2.28.9 by way of cupy 14.2.0"}
     environment = {**describe_machine(), **described, "peers": versions}
     said = "\n".join(text.header_lines(Report("allreduce", environment, {})))
-    assert "# gpus: 1 x GPU 0, driver " in said
-    assert "# ranks share gpus in runs of 2,4 ranks, with NCCL_SOCKET_IFNAME=lo" in said
-    assert "# peers: nccl is NCCL 2.28.9 by way of cupy 14.2.0" in said
-
-
-@without_cuda
-@pytest.mark.parametrize("program", ["allreduce", "collectives", "ddp"])
-def test_without_a_gpu_the_reason_is_told_before_ranks_start(program, capsys, monkeypatch):
-    monkeypatch.setitem(vars(sys.modules["collectives.ranks.processes"]), "subprocess", None)
-    assert main(["bench", program, "--device", "cuda"]) == 1
-    said = capsys.readouterr().err
-    assert "tensors on cuda cannot be measured here: torch" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "tpu"}, "unknown device 'tpu'; known are cpu, cuda"),
-        ({"provider": "cupy"}, "a provider of NCCL serves tensors on cuda"),
-        ({"provider": "cuda"}, "unknown provider 'cuda' of NCCL; known are cupy, pynccl"),
-    ],
-)
-def test_options_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        Options(sizes=(8,), **options)
+    assert "; gpus GPU 0; " in said
+    assert "gpus shared by ranks 2,4; gpus shared environment NCCL_SOCKET_IFNAME is lo" in said
+    assert "peers nccl is NCCL 2.28.9 by way of cupy 14.2.0" in said
 
 
 def test_machines_are_for_the_cpu(monkeypatch):
     monkeypatch.setattr(CudaDevice, "why_unavailable", lambda self: None)
     with pytest.raises(ValueError, match="machines are played for tensors on the CPU, not on cuda"):
         Options(sizes=(8,), device="cuda", machines=2)
+    with pytest.raises(ValueError, match="unknown device 'tpu'; known are cpu, cuda"):
+        Options(sizes=(8,), device="tpu")
 
 
 def test_peers_of_another_device_are_left_out_with_the_reason():
@@ -100,8 +74,3 @@ def test_peers_of_another_device_are_left_out_with_the_reason():
     available, skipped = available_backends(["host", "gloo"], "cuda")
     assert available == ["gloo"]
     assert {entry.reason for entry in skipped} == {"serves tensors on cpu, and this measures tensors on cuda"}
-
-
-def test_goals_can_name_torchs_group():
-    goal = parse_goal("nccl <= torch:nccl*1.05 @ 8:64M")
-    assert (goal.peer, goal.other, goal.factor) == ("nccl", "torch:nccl", 1.05)

@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 import pytest
 
 from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.charts import made_with, write_page
 from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.page import write_page
 from collectives.bench.core.records import Chart, Curve, Skipped, Timing
-from collectives.bench.core.text import report_lines
+from collectives.bench.core.text import made_with, report_lines
 from collectives.bench.ddp import TrainingRecord, TrainingReport
 
 pytest.importorskip("plotly")
@@ -75,7 +75,7 @@ def test_measurements_stand_in_a_table_for_each_peer_and_beside_one_another(tmp_
     assert "all_reduce by host, 2 ranks, in-place; slowest rank, median over calls" in text
     assert "Out of bounds values : 0 OK" in text
     assert options == [["nproc", "2"]]
-    assert {"processor", "memory", "torch"} <= {name for name, _ in machine}
+    assert {"cpu", "memory", "torch"} <= {name for name, _ in machine}
     assert "<code>collectives bench allreduce --html page.html</code>" in text
 
 
@@ -86,12 +86,12 @@ def test_options_and_facts_say_what_text_says_in_words(tmp_path):
     text = page(tmp_path, [record("host", 8, 1.0)], options=options)
     (*_, shown, machine) = Tables(text).tables
     assert shown == [
-        ["bucket cap (MB)", "auto"],
-        ["budget (s)", "40.0"],
-        ["imports", "none"],
-        ["link", "unshaped"],
-        ["machines", "1"],
         ["sizes", "8,16"],
+        ["bucket cap", "auto MB"],
+        ["budget", "40 s"],
+        ["imports", "none"],
+        ["link", "auto"],
+        ["machines", "1"],
     ]
     assert all(value and "_" not in name for name, value in machine)
     assert not any("bytes" in name for name, _ in machine)
@@ -153,7 +153,7 @@ def test_curves_of_several_numbers_of_ranks_are_told_apart():
     times, _ = Report("allreduce", {}, {}, records).charts()
     assert times.title == "all_reduce"
     found = [(curve.name, curve.look, curve.color) for curve in times.curves]
-    assert found == [("host, 2 ranks", "line", 0), ("host, 4 ranks", "dashed", 0)]
+    assert found == [("host, 2 ranks", "solid", 0), ("host, 4 ranks", "dash", 0)]
 
 
 def drawn(tmp_path, chart):
@@ -201,7 +201,7 @@ def test_bars_stand_on_one_another_where_a_chart_says_so(tmp_path):
 def test_looks_and_axes_are_what_a_chart_says(tmp_path):
     curves = [
         Curve("measured", [1, 2], [3.0, 4.0]),
-        Curve("predicted", [4, 8], [5.0, 6.0], look="dashed", color=0),
+        Curve("predicted", [4, 8], [5.0, 6.0], look="dash", color=0),
         Curve("", [4], [5.0], look="points"),
     ]
     chart = Chart("scaling", "ranks", "s", curves, log="x", x_names={1: "local", 2: "2"}, from_zero=True)

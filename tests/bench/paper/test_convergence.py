@@ -30,7 +30,7 @@ def test_images_and_labels(tmp_path):
             {"x_train": IMAGES[:, :4], "y_train": LABELS},
             r"sides of 8 to 64, but is uint8 of shape \[2, 4, 8\]",
         ),
-        ({"x_train": IMAGES, "y_train": LABELS[:1]}, "must be 2 whole numbers"),
+        ({"x_train": IMAGES, "y_train": LABELS[:1]}, "must be 2 labels"),
         ({"x_train": IMAGES, "y_train": LABELS + 1}, "labels of 0 to 9"),
         ({"x_train": IMAGES[:0], "y_train": LABELS[:0]}, "labels of 0 to 9"),
         ({"x_train": np.array([None]), "y_train": LABELS}, "allow_pickle"),

@@ -6,7 +6,7 @@ import torch
 from harness import run_world
 
 import collectives
-from collectives.bench.paper.wrappers import WRAPPERS, build_classifier, random_samples
+from collectives.bench.paper.cells import build_classifier, random_samples, wrap
 
 
 def train(rank, size):
@@ -21,7 +21,7 @@ def train(rank, size):
         model = build_classifier("small")
         model.body.body[1:].requires_grad_(False)  # little to compute
         samples = random_samples("small", 2, 16, rank, "cpu")
-        wrapper = WRAPPERS[name](model, group, bucket_mb)
+        wrapper = wrap(name, model, group, bucket_mb)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()

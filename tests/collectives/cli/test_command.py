@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from collectives.bench import doctor
-from collectives.bench.comparison.options import Options
+from collectives.bench.allreduce import Options
 from collectives.bench.core.records import Skipped
 from collectives.cli import main
 
@@ -145,4 +145,4 @@ def test_doctor_names_what_it_does_not_test_of_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     first, command = doctor._untested()
     assert "4 GPUs" in first
-    assert command.split() == ["collectives", "accept", "--markdown", "report.md"]
+    assert command.split() == ["collectives", "accept", "--json", "report.json"]

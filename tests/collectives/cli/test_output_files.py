@@ -7,14 +7,9 @@ import pytest
 from collectives.cli import main
 
 COMMANDS = [
-    *(
-        ["bench", name, option]
-        for name in ("allreduce", "collectives")
-        for option in ("--json", "--html", "--plot")
-    ),
-    *(["bench", name, option] for name in ("ddp", "store") for option in ("--json", "--html")),
-    *(["bench", "paper", "fig6", option] for option in ("--json", "--html", "--plot")),
-    *(["accept", "--rehearse", option] for option in ("--json", "--html", "--markdown")),
+    *(["bench", name, option] for name in ("allreduce", "ddp", "store") for option in ("--json", "--html")),
+    *(["bench", "paper", "fig6", option] for option in ("--json", "--html")),
+    *(["accept", "--rehearse", option] for option in ("--json", "--html")),
     ["conformance", "--backend", "gloo", "--json"],
     ["demo", "--out"],
     ["trace", "record.json", "-o"],
@@ -26,8 +21,6 @@ COMMANDS = [
 def test_a_place_that_cannot_be_written_is_refused_at_once(words, tmp_path, capsys):
     if "--html" in words:
         pytest.importorskip("plotly")
-    if "--plot" in words:
-        pytest.importorskip("matplotlib")
     file = tmp_path / "file"
     file.write_text("kept")
     try:

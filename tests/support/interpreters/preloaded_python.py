@@ -42,7 +42,7 @@ _OF_RANKS = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-OF_PROGRAMS = ["sklearn.datasets", "collectives.bench.comparison.command"]
+OF_PROGRAMS = ["sklearn.datasets", "collectives.bench.allreduce"]
 
 _NAME = "python"
 _PATIENCE_S = 30.0

@@ -1,4 +1,4 @@
-"""Reports of ``collectives bench allreduce`` and ``collectives``, read back from their JSON files."""
+"""Reports of ``collectives bench allreduce``, read back from their JSON files."""
 
 from __future__ import annotations
 
