@@ -215,6 +215,181 @@ def test_callbacks_of_a_group_run_in_order() -> None:
     run_ranks(in_order, 2, backend="host")
 
 
+def backward(nodes: int, step: Callable[[int], None]) -> None:
+    """Runs a backward pass that calls ``step`` with 0, 1, ... as it goes."""
+    x = torch.ones(1, requires_grad=True)
+    y = x
+    for n in reversed(range(nodes)):
+        y = y * 1.0
+        y.register_hook(lambda _, n=n: step(n))  # type: ignore[no-untyped-call]
+    y.sum().backward()
+
+
+class InAPass:
+    """What each step of a backward pass does: all-reduces, and in a callback all-reduces others."""
+
+    def __init__(self, group: ProcessGroup, late: int) -> None:
+        self.group = group
+        self.late = late
+        self.results: list[tuple[int, Future[Any]]] = []
+
+    def pause(self, n: int) -> None:
+        if n % self.group.size() == (self.group.rank() + self.late) % self.group.size():
+            time.sleep(0.005)
+
+    def first(self, n: int) -> Future[Any]:
+        future = self.group.allreduce(torch.full((n + 1,), float(n))).get_future()
+        self.pause(n)  # until it is done, on some ranks
+        return future
+
+    def again(self, n: int, done: Future[Any]) -> list[float]:
+        done.value()
+        self.pause(n + 1)
+        values = []
+        for place in range(2):
+            tensor = torch.full((100 + n,), float(10 * n + place))
+            values.append(self.group.allreduce(tensor).get_future().wait()[0][0].item())
+            self.group.allreduce(torch.full((50 + n,), 1.0), AllreduceOptions(asyncOp=False)).wait()
+        return values
+
+    def at_once(self, n: int) -> Future[Any]:
+        return self.first(n).then(partial(self.again, n))
+
+    def behind(self, n: int) -> Future[Any]:
+        return self.first(n).then(lambda done: done.value()).then(partial(self.again, n))
+
+    def in_turn(self, n: int) -> Future[Any]:
+        """Only each third callback issues anything."""
+        if n % 3 == 0:
+            return self.behind(n)
+        return self.first(n).then(partial(self.expected, n))
+
+    def later(self, n: int) -> Future[Any]:
+        """Callbacks issue something in later passes only."""
+        if self.late > 1:
+            return self.behind(n)
+        return self.first(n).then(lambda done: done.value()).then(partial(self.expected, n))
+
+    def expected(self, n: int, _: Any) -> list[float]:
+        return [self.group.size() * (10.0 * n + place) for place in range(2)]
+
+    def waited(self, n: int) -> Future[Any]:
+        future = self.behind(n)
+        if n % 2:
+            future.wait()
+        return future
+
+    def beside(self, n: int) -> Future[Any]:
+        """Two callbacks of one future."""
+        first = self.first(n)
+        first.then(partial(self.again, n + 20))
+        future = first.then(partial(self.again, n))
+        if n % 2:
+            future.wait()
+        return future
+
+    def nested(self, n: int) -> Future[Any]:
+        def ask(done: Future[Any]) -> Any:
+            done.value()
+            return self.first(n).then(lambda done: done.value()).then(partial(self.again, n)).wait()
+
+        return self.first(n).then(ask)
+
+    def heard(self, n: int) -> Future[Any]:
+        result: Future[Any] = Future()
+        self.first(n).add_done_callback(lambda done: result.set_result(self.again(n, done)))
+        return result
+
+    def gathered(self, n: int) -> Future[Any]:
+        several = self.group.allreduce_coalesced([torch.ones(n + 1), torch.ones(2)]).get_future()
+        return several.then(partial(self.again, n))
+
+    def of_another(self, n: int) -> Future[Any]:
+        """Waits for the callback of the step before, within a callback."""
+        before = self.results[-1][1] if self.results else None
+
+        def wait(done: Future[Any]) -> list[float]:
+            if before is not None:
+                before.wait()
+            return self.again(n, done)
+
+        return self.first(n).then(wait)
+
+
+KINDS = [
+    "at_once", "behind", "in_turn", "later", "waited", "beside", "nested", "heard", "gathered", "of_another",
+]  # fmt: skip
+
+
+def in_passes(group: ProcessGroup, kind: str) -> None:
+    for turn in range(4):
+        steps = InAPass(group, turn)
+
+        def step(n: int, steps: InAPass = steps) -> None:
+            steps.results.append((n, getattr(steps, kind)(n)))
+            total = torch.full((7 + n,), 1.0)
+            group.allreduce(total, AllreduceOptions(asyncOp=False)).wait()
+            assert total[0].item() == group.size()
+
+        backward(8, step)
+        assert len(steps.results) == 8
+        for n, future in steps.results:
+            assert future.done()
+            assert future.wait() == steps.expected(n, None)
+    ones(group).wait()
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("kind", KINDS)
+def test_callbacks_of_a_pass_issue_collectives_in_one_order(backend: str, kind: str) -> None:
+    run_ranks(in_passes, 2, kind, backend=backend)
+
+
+def beside_a_pass(group: ProcessGroup) -> None:
+    """What is known for issuing nothing does not hold up the pass."""
+    futures: list[Future[Any]] = []
+
+    def step(turn: int, _: int) -> None:
+        waits = turn > 4  # all lanes of a round robin have had one
+        if waits and group.rank() == 0:
+            gate(f"the other has added its callback {turn}", group)
+        work = group.allreduce(torch.ones(5))
+        futures.append(work.get_future().then(lambda done: done.value()[0] / group.size()))
+        if waits and group.rank() == 1:
+            assert not futures[-1].done()
+            gate(f"the other has added its callback {turn}", group)
+
+    for turn in range(8):
+        backward(1, partial(step, turn))
+    assert [future.wait().tolist() for future in futures] == [[1.0] * 5] * 8
+
+
+def test_callbacks_that_issue_nothing_run_beside_the_pass(backend: str) -> None:
+    run_ranks(beside_a_pass, 2, backend=backend)
+
+
+def failing_pass(group: ProcessGroup) -> None:
+    """A pass that fails lets callbacks go on, and the next one has an order of its own."""
+    steps = InAPass(group, 0)
+    futures: list[Future[Any]] = []
+
+    def step(n: int) -> None:
+        futures.append(steps.behind(n))
+        if n == 1:
+            raise KeyError("in the pass")
+
+    with pytest.raises(KeyError):
+        backward(3, step)
+    assert [future.wait() for future in futures] == [
+        [group.size() * (10.0 * n + place) for place in range(2)] for n in range(2)
+    ]
+    in_passes(group, "at_once")
+
+
+def test_a_pass_that_fails_lets_callbacks_go_on(backend: str) -> None:
+    run_ranks(failing_pass, 2, backend=backend)
+
+
 def without_threads(group: ProcessGroup) -> None:
     """No thread begins: for the first future, and for what a callback might wait for."""
     records: list[logging.LogRecord] = []
