@@ -13,8 +13,9 @@ digits instead, which ranks exchange; ranks take no connection of another user t
 systems refuse to form a group.
 
 Whoever fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it was
-connected with: on its machine by the end of its process, its connection or its socket, elsewhere because
-nothing listens there any more. They name it in the store. A rank that dies before can only be missed.
+connected with, or that have read where it is while they wait for others: on its machine by the end of its
+process, its connection or its socket, elsewhere because nothing listens there any more. They name it in the
+store. A rank that dies before can only be missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.secret import SECRET, WAY_OUT, derived_key
-from collectives.store.joining.agreement import exchange, fail, told
+from collectives.store.joining.agreement import Watch, exchange, fail, told
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, fetch, publish
 from collectives.store.tcp.interfaces import choose_addresses
@@ -155,7 +156,12 @@ class _Forming:
             # The same thresholds for all: ranks that took different ways would wait for ever.
             "tuning": tuning_for(self.size) if self.rank == 0 else {},
         }
-        plan = self._meet("places", mine, records.location, records.new_plan, records.plan)
+
+        def watch(others: Mapping[int, Checked]) -> DistError | None:
+            neighbours = [rank for rank, one in others.items() if one["place"] == mine["place"]]
+            return next((_lost(rank) for rank in neighbours if has_gone(others[rank]["address"])), None)
+
+        plan = self._meet("places", mine, records.location, records.new_plan, records.plan, watch)
         if not plan["one_system"] and self.own_user_only:
             raise DistNetworkError(f"the ranks run on different machines and have no job secret; {WAY_OUT}")
         self.plan = plan
@@ -257,8 +263,26 @@ class _Forming:
             "places": listeners.places,
         }
         check = partial(records.listener, size=self.size)
+        began = time.monotonic()
+
+        def watch(others: Mapping[int, Checked]) -> DistError | None:
+            self.known.places = {
+                rank: one["places"] for rank, one in others.items() if one["leader"] != mine["leader"]
+            }
+            try:
+                self.known.check([*others], began)
+            except PeerLostError as error:
+                return error.with_traceback(None)  # which would keep descriptors open
+            return None
+
         world = self._meet(
-            "listeners", mine, check, records.address_book, records.addresses, lambda: membership.ended
+            "listeners",
+            mine,
+            check,
+            records.address_book,
+            records.addresses,
+            watch,
+            lambda: membership.ended,
         )
         if self.rank == 0:
             delete_keys(self.store, [_APART])
@@ -313,6 +337,7 @@ class _Forming:
         check: Callable[[Any], Any],
         combine: Callable[[list[Any]], Any],
         read: Callable[..., Checked],
+        watch: Watch,
         lost_ranks: Callable[[], Collection[int]] = tuple,
     ) -> Checked:
         found: Checked = exchange(
@@ -329,6 +354,7 @@ class _Forming:
             why=self._why,
             lost_ranks=lost_ranks,
             look=partial(told, self.store, _KEY),
+            watch=watch,
         )
         return found
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,6 +37,12 @@ from collectives.store.waiting import delete_keys, missing_text, root_of, wait_f
 _LOOK_AGAIN = timedelta(milliseconds=200)
 """How often those who wait ask whether one of the others has died."""
 
+_AT_A_TIME = 4
+"""How many other ranks' records one who waits asks for when it looks, so that the store has little to do."""
+
+_ABSENT = "-"
+"""What :func:`_records_of_some` gets for a record that is not there; no record is written so."""
+
 _LOSS_LIMIT_S = 0.5
 """How long after the store has failed a rank may be found dead."""
 
@@ -44,6 +51,9 @@ _READERS_LIMIT_S, _READERS_PAUSE_S = 2.0, 0.005
 
 LostRanks = Callable[[], Collection[int]]
 """Returns which ranks are known to have died; asked again and again."""
+
+Watch = Callable[[Mapping[int, Any]], DistError | None]
+"""Returns the error for one of other ranks' records whose rank has died, if any; asked again and again."""
 
 Why = Callable[[Sequence[int], bool], DistError]
 """Returns the error for ranks that have died (``True``), or not come within the limit (``False``)."""
@@ -65,6 +75,7 @@ def exchange(
     late: type[DistError] = DistStoreError,
     lost_ranks: LostRanks = tuple,
     look: Callable[[], object] = lambda: None,
+    watch: Watch | None = None,
 ) -> Any:
     """Waits until all ranks have called this; returns what is made of their records, or raises one error.
 
@@ -89,15 +100,18 @@ def exchange(
         late: the error where they did not come, if ``why`` is not given.
         lost_ranks: where deaths show.
         look: called again and again while others are missing; may return an error that ends it for all.
+        watch: like ``look``, with the records of others that have come so far, a few more each time.
 
     Raises:
         DistNetworkError: the store failed, and no rank is seen to have died with it.
         DistStoreError: somebody else writes to the store.
-        DistError: as ``combine``, ``why`` and ``look`` say.
+        DistError: as ``combine``, ``why``, ``look`` and ``watch`` say.
     """
     outcome, why = f"{key}/outcome", why or _blame(limit, late)
     end = time.monotonic() + limit.total_seconds()
     settle = partial(_settle, store, key, ranks, check, combine)
+    unread = deque(sorted({*ranks} - {rank}, key=lambda one: (one < rank, one)))  # each begins elsewhere
+    others: dict[int, Any] = {}
 
     with _blaming_lost(ranks, lost_ranks, why, where):
         try:
@@ -105,9 +119,13 @@ def exchange(
             if int(store.add(f"{key}/arrived", 1)) >= len(ranks):
                 settle()
             while not wait_for_keys(store, [outcome], min(_LOOK_AGAIN, _left(end))):
+                gone = None
+                if watch:
+                    others |= _records_of_some(store, key, unread, check)
+                    gone = watch(others)
                 if lost := _lost_among(ranks, lost_ranks):
                     give_up(store, key, why(lost, True))
-                elif isinstance(error := look(), DistError):
+                elif isinstance(error := look() or gone, DistError):  # whoever fails says why before it goes
                     give_up(store, key, error)
                 elif time.monotonic() >= end and (absent := settle()):
                     give_up(store, key, why(absent, False))
@@ -144,6 +162,22 @@ def _settle(
     except DistError as error:
         give_up(store, key, error)
     return []
+
+
+def _records_of_some(store: Any, key: str, unread: deque[int], check: Callable[[Any], Any]) -> dict[int, Any]:
+    """Returns what the next few ranks have told; never waits: whoever leaves deletes its record."""
+    found = {}
+    for one in [unread.popleft() for _ in range(min(len(unread), _AT_A_TIME))]:
+        record = f"{key}/{one}"
+        try:
+            value = bytes(store.compare_set(record, _ABSENT, _ABSENT))
+        except (NotImplementedError, AttributeError):  # a user's store may lack it
+            return {}
+        if value == _ABSENT.encode():
+            unread.append(one)
+        else:
+            found[one] = read(store, record, value, check)
+    return found
 
 
 def give_up(store: Any, key: str, error: DistError) -> None:

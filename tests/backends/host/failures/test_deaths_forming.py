@@ -116,6 +116,55 @@ def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, call, 
     assert not complaints, complaints
 
 
+def come_last_of_all(rank, size, victim, step):
+    """A rank dies once it has published where it is, and the last one does not until that is known."""
+    store = current_store()
+    store.check(["died"])  # opens the connection
+    before = census()
+    forming = host_bootstrap._Forming
+    tell = getattr(forming, step)
+
+    def tell_and_die(*arguments):
+        host_bootstrap.told = lambda *_: die(store)  # asked once the rank has published and waits
+        return tell(*arguments)
+
+    def come_after(*arguments):
+        store.wait(["named"])
+        return tell(*arguments)
+
+    if rank == victim:
+        setattr(forming, step, tell_and_die)
+    elif rank == size - 1:
+        setattr(forming, step, come_after)
+    error = None
+    try:
+        ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT, group_name="group")
+    except dist.DistError as caught:
+        error = caught
+    store.set("named", "")
+    kind, text, lost = type(error), str(error), getattr(error, "rank", None)
+    error = None
+    return kind, lost, text, growth(before)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("placement", "victim", "step"),
+    [
+        ("aaa", 1, "share_memory"),
+        ("aab", 0, "share_memory"),
+        ("abc", 1, "listen"),
+        ("abb", 0, "listen"),
+        ("aab", 1, "listen"),
+    ],
+)
+def test_who_dies_is_named_though_another_rank_is_still_missing(placement, victim, step):
+    results = run_ranks(come_last_of_all, 3, victim, step, isolated=True, lost=[victim], placement=placement)
+    assert results[victim] == Died(-signal.SIGKILL)
+    complaints = complaints_of(results, victim, dist.PeerLostError, victim, f"rank {victim} ")
+    assert not complaints, complaints
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("placement", "victim", "call"),
