@@ -142,7 +142,7 @@ def receive_of_a_part(rank: int, size: int, layer: str, turns: int) -> None:
                             given.fill_(FREED)
                             dist.recv(got, 0)
                             assert given.eq(FREED).all(), (turn, received)
-                            # Python runs the handler also between the end of the receive and the next statement.
+                            # Python runs the handler also when the receive is over.
                             received += has_come and bool(got.eq(first + received + 1).all())
                             found = got.unique(return_counts=True)
                             assert got.eq(first + received).all(), (turn, received, found)

@@ -1,4 +1,4 @@
-"""Forms that only torch has. Messages and collectives of objects are tests of torch's own suite."""
+"""Functions of torch.distributed beside the collectives that ours share, and forms that only torch has."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def everyone(size, n=4, dtype=torch.float32):
     return torch.stack([mine(r, n, dtype) for r in range(size)])
 
 
+def all_gather_coalesced(rank, size):
+    outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    with pytest.warns(FutureWarning):
+        dist.all_gather_coalesced(outputs, [mine(rank, 2), mine(rank, 3)])
+    for r, (two, three) in enumerate(outputs):
+        equal(two, mine(r, 2))
+        equal(three, mine(r, 3))
+
+
 def gather_single(rank, size):
     """A function of newer versions of torch; the method is there for all."""
     group = dist.group.WORLD
@@ -52,6 +61,69 @@ def gather_single(rank, size):
         output = torch.zeros(4 * size) if rank == 0 else None
         dist.gather_single(mine(rank), output, dst=0)
         assert rank or torch.equal(output, everyone(size).flatten())
+
+
+def barrier(rank, size):
+    assert dist.barrier() is None
+    work = dist.barrier(async_op=True)
+    work.wait()
+    assert work.is_completed()
+    dist.barrier(device_ids=None)
+
+
+def point_to_point(rank, size):
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    outgoing = dist.isend(mine(rank), following, tag=3)
+    tensor = torch.zeros(4)
+    assert dist.recv(tensor, previous, tag=3) == previous
+    outgoing.wait()
+    equal(tensor, mine(previous))
+    if rank == 0:
+        seen = set()
+        for _ in range(size - 1):
+            source = dist.recv(tensor)
+            equal(tensor, mine(source))
+            seen.add(source)
+        assert seen == set(range(1, size))
+    else:
+        dist.send(mine(rank), 0)
+    # A tag of its own: the receives from any rank above are for one message of each.
+    request = dist.irecv(tensor, previous, tag=5)
+    dist.send(mine(rank, 4), following, tag=5)
+    request.wait()
+    equal(tensor, mine(previous))
+
+
+def batch_isend_irecv(rank, size):
+    tensor = torch.zeros(4)
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine(rank), following), dist.P2POp(dist.irecv, tensor, previous)]
+    )
+    for request in requests:
+        request.wait()
+    equal(tensor, mine(previous))
+
+
+def object_collectives(rank, size):
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": r, "text": "x" * r} for r in range(size)]
+    shared = [("from", rank), rank]
+    dist.broadcast_object_list(shared, src=size - 1)
+    assert shared == [("from", size - 1), size - 1]
+    collected = [None] * size if rank == 0 else None
+    dist.gather_object([rank], collected, dst=0)
+    assert rank or collected == [[r] for r in range(size)]
+    part = [None]
+    dist.scatter_object_list(part, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    assert part == [f"for {rank}"]
+    if rank == 0:
+        dist.send_object_list(["a", 1], dst=1)
+    elif rank == 1:
+        received = [None, None]
+        assert dist.recv_object_list(received, src=0) == 0
+        assert received == ["a", 1]
 
 
 def coalescing_manager(rank, size):
@@ -158,10 +230,13 @@ def results_on_their_way(rank, size):
     equal(incoming + 0, everyone(size, size)[:, left])
 
 
-BODIES = [gather_single, coalescing_manager, methods_of_the_group, results_on_their_way]
+BODIES = [
+    all_gather_coalesced, gather_single, barrier, point_to_point, batch_isend_irecv, object_collectives,
+    coalescing_manager, methods_of_the_group, results_on_their_way,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_function(body, size):
     run_torch(body, size)
