@@ -27,8 +27,8 @@ from collectives.backends._shared.exit_reasons import (
     stopped_by,
 )
 from collectives.backends._shared.operation import Operation
-from collectives.core.futures import without_frames
 from collectives.core.process_group import ProcessGroup
+from collectives.core.work import without_frames
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,

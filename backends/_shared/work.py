@@ -13,9 +13,9 @@ from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
 from collectives.core.completions import complete_later, next_operation
-from collectives.core.futures import OperationFuture, settle
+from collectives.core.futures import OperationFuture
 from collectives.core.recording.flight_record import Recorded
-from collectives.core.work import Work
+from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError
 
 
@@ -60,9 +60,7 @@ class OperationWork(Work):
         """Returns a future of the output tensors."""
         with self._lock:
             if self._asked is None:
-                future: Future[list[torch.Tensor]] = OperationFuture(
-                    message=self.operation.is_message, group=self._owner, outputs=self.operation.outputs
-                )
+                future: Future[list[torch.Tensor]] = OperationFuture()
                 if self._has_ended():
                     self._complete(future)
                     self._asked = (future, None)

@@ -29,9 +29,8 @@ from collectives.backends._shared.health import Health
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.device import CudaDevice, Event, Stream
 from collectives.backends.nccl.libnccl import NcclError, NcclStatus
-from collectives.core.futures import settle
 from collectives.core.recording.flight_record import RecordedOperation
-from collectives.core.work import Work
+from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.logs import Log
 from collectives.time_limits import seconds_to_wait

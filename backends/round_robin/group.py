@@ -23,15 +23,12 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup, Work
-from collectives._native import in_callback
 from collectives.backends._shared.exit_reasons import refuse_broken
 from collectives.core.arguments.option_records import BackendOptions
-from collectives.core.callback_order import apart
 from collectives.core.capabilities import Capabilities, by_device, in_common
 from collectives.core.forwarding import ForwardingGroup
-from collectives.core.futures import OperationFuture, chain, fail
 from collectives.core.operations import BARRIER, Call
-from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork
+from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork, chain, fail
 from collectives.errors import (
     CollectiveMismatchError,
     DistError,
@@ -350,7 +347,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         async_op: bool = False,
     ) -> Work | None:
         """Issues a collective where the lane whose turn it is takes the fast path."""
-        if not self._fast_path or opcode == BARRIER.opcode or self._cause is not None or in_callback():
+        if not self._fast_path or opcode == BARRIER.opcode or self._cause is not None:
             return None
         self._cover()
         turn = self._turn
@@ -619,8 +616,7 @@ class LaneWork(WrappedWork):
         if self._future is None:
             future = self._inner.get_future()
             # On CUDA it is done from the start, and a callback would put a stream of torch's between.
-            on_device = not isinstance(future, OperationFuture)
-            done_well = on_device and future.done() and self._inner.exception() is None
+            done_well = future.done() and self._inner.exception() is None
             self._future = future if done_well else chain(future, self._outcome)
         return self._future
 
@@ -680,8 +676,7 @@ class BarrierWork(Work):
         except Exception as error:  # noqa: BLE001 - every wait() raises it
             self._note(error)
         else:
-            with apart():
-                self.cover()
+            self.cover()
 
     def _note(self, error: BaseException) -> None:
         with self._lock:
@@ -720,13 +715,12 @@ class BarrierWork(Work):
         """Returns a future of an empty list."""
         with self._lock:
             if self._future is None:
-                self._future = OperationFuture()
+                self._future = Future()
                 self._first.get_future().add_done_callback(self._wait_for_others)
             return self._future
 
     def _wait_for_others(self, done: Future[Any]) -> None:
-        with apart():
-            self.cover()
+        self.cover()
         if self._others is None:
             self._complete(done)
         else:

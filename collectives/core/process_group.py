@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from collectives._native import in_callback
 from collectives.core import operations, profiling
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.validation import TensorLists, Tensors
 from collectives.core.backend_interface import BackendInterface
-from collectives.core.callback_order import await_turn
 from collectives.core.operations import Operation
 from collectives.core.types import (
     AllgatherOptions,
@@ -92,8 +90,6 @@ class ProcessGroup(BackendInterface):
         Returns:
             Work whose result is the outputs.
         """
-        if in_callback():
-            await_turn()
         if not profiling.profiler._is_profiler_enabled:
             return self.issue(check.checked_call(self, operation, outputs, inputs, **about))
         shown = outputs if operation.in_place or operation is operations.SCATTER else inputs
@@ -503,8 +499,6 @@ class ProcessGroup(BackendInterface):
         """
         # In the group's store, so that a rank stuck in a collective is found on every backend, and the group
         # is not broken by the time limit.
-        if in_callback():
-            await_turn()
         where = f"[rank {self._rank}] monitored_barrier on {self.describe()}"
         store = self._store
         if store is None:

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.core.futures import tell_when_done
 from collectives.core.work import CompletedWork, Work, WrappedWork
 from collectives.threads import start_thread
 
@@ -112,7 +111,7 @@ def observed(name: str, inputs: Any, issue: Callable[[], Work]) -> Work:
         return work
     # Before any callback of the caller, so that whoever hears of the result finds the event ended. Not asked
     # whether it is done: a Work of a batch is good only after that.
-    tell_when_done(work.get_future(), event.end)
+    work.get_future().add_done_callback(lambda _: event.end())
     return _ObservedWork(work, event)
 
 

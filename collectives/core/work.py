@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
 
-from collectives.core.futures import OperationFuture, chain, fail
+from collectives.core.futures import OperationFuture
 from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 from collectives.time_limits import seconds_to_wait
@@ -22,6 +23,94 @@ from collectives.time_limits import seconds_to_wait
 Sync = Literal[False]
 Async = Literal[True]
 """Values of ``async_op``, which decide what a function returns."""
+
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+_E = TypeVar("_E", bound=BaseException)
+
+
+def fail(future: Future[_T], error: BaseException) -> None:
+    """Completes a future with a copy of an error; whoever asks for the value raises a copy of its own.
+
+    The exception itself holds the frames that it was raised through, and these the future. The garbage
+    collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
+    """
+    future._set_unwrap_func(_Failure.raise_error)
+    future.set_result(_Failure(without_frames(error)))  # type: ignore[arg-type]
+
+
+class _Failure:
+    """Stands for the value of a future that failed.
+
+    Python's callers have it unwrapped. torch's C++ code, such as its gradient reducer, takes no errors that
+    Python set; it looks for tensors in the value by means of pickle, and gets the error there.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_error(self) -> NoReturn:
+        raise without_frames(self._error)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        self.raise_error()
+
+
+def settle(
+    future: Future[list[torch.Tensor]], error: BaseException | None, outputs: Sequence[torch.Tensor]
+) -> None:
+    """Completes the future of an operation with its outputs, or with its error as :func:`fail` does."""
+    if error is None:
+        future.set_result(list(outputs))
+    else:
+        fail(future, error)
+
+
+def without_frames(error: _E) -> _E:
+    """Returns a copy of an error and of its causes that no frame has raised."""
+    try:
+        fresh = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a class that cannot be copied
+        return error
+    for name in ("__cause__", "cause"):  # the attribute of a DistError
+        first = getattr(error, name, None)
+        if isinstance(first, BaseException):
+            setattr(fresh, name, without_frames(first))
+    return fresh
+
+
+def chain(
+    future: Future[_S],
+    function: Callable[[Future[_S]], _T],
+    devices: Sequence[int | str | torch.device] | None = None,
+) -> Future[_T]:
+    """Returns a future of what ``function`` makes of a future that is done.
+
+    Unlike :meth:`torch.futures.Future.then` it keeps the class of an error that ``function`` raises or passes
+    on.
+
+    Args:
+        future: the future.
+        function: gets it.
+        devices: CUDA devices of the tensors in what it returns; ``None`` for the current one.
+    """
+    if devices is None:
+        on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()] if on_cuda else []
+    # Of one that a hook completes at its next bucket, nobody may wait for within this.
+    kind = OperationFuture if isinstance(future, OperationFuture) else Future
+    chained: Future[_T] = kind(devices=list(devices))
+
+    def complete(done: Future[_S]) -> None:
+        try:
+            value = function(done)
+        except Exception as error:  # noqa: BLE001 - handed on
+            fail(chained, error)
+        else:
+            chained.set_result(value)
+
+    future.add_done_callback(complete)
+    return chained
 
 
 class WorkResult(enum.IntEnum):
@@ -94,13 +183,8 @@ class Work(Uncompiled, ABC):
         It completes with the operation, or with its error. Callbacks run at once if it is done, else on a
         thread of this package, those of one future in the order in which they were added. They may wait for
         any operation and any future, and issue operations, those of a group in the same order on all ranks.
-
-        Of a future that is asked for within a backward pass, ``then`` waits for the operation and runs the
-        callback, so that all ranks issue its collectives in one order. It does not wait for one that issued
-        none in an earlier pass, after an operation of this group on the same sizes; should such a callback
-        come to issue a collective, it waits for the end of the pass, or until the thread of the pass waits
-        for what ``then`` returned. The pass ends when callbacks have returned. Futures of CUDA tensors do
-        not need that: they are done from the start.
+        Therefore a callback that issues operations, and is added by ``then`` within a backward pass, runs
+        there, once the operation is done. So does one that was never seen before.
 
         Futures of one group complete one after the other, in the order in which their operations ended. The
         callbacks of the next one begin when those of the previous one have returned or sleep, but not while
@@ -294,9 +378,9 @@ class CoalescedWork(Work):
             def outputs(futures: Future[list[Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
                 return [tensor for future in futures.value() for tensor in future.value()]
 
-            futures = [work.get_future() for work in self._works]
-            ordered = all(isinstance(future, OperationFuture) for future in futures)
-            self._future = chain(torch.futures.collect_all(futures), outputs, of_operations=ordered)
+            self._future = chain(
+                torch.futures.collect_all([work.get_future() for work in self._works]), outputs
+            )
         return self._future
 
 

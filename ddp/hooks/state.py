@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import ProcessGroup
-from collectives.core.futures import chain
+from collectives.core.work import chain
 from collectives.ddp.agreement import differences
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.reducer.averaging import average

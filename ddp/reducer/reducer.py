@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from collectives.core.callback_order import CallbackOrder
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.logging_data import IterationClock, Mark
 from collectives.ddp.module.arguments import Settings
@@ -109,7 +108,6 @@ class Reducer:
         self.hook: tuple[Hook, Any] | None = None
         self._is_local = False  # nothing communicates, because the hook does not
         self._next = 0  # bucket to launch
-        self._callbacks = CallbackOrder()  # of futures that the hook returns
         self._abandoned: list[Any] = []  # issued, with a result that nobody wants; to be waited for
         self._left: list[tuple[Future[Any], torch.Tensor]] = []  # which a hook may yet write
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
@@ -412,8 +410,6 @@ class Reducer:
     def _reset_buckets(self) -> None:
         """Begins or ends a synchronised pass."""
         self._next = 0
-        self._callbacks.let_go()
-        self._callbacks = CallbackOrder()
         self.gradients.reset()
         if self._sparse is not None:
             self._sparse.reset()
@@ -488,7 +484,6 @@ class Reducer:
             self._launch_ready(current)
         if current.broken_off:
             return
-        self._callbacks.finish()
         if communicates:
             self._abandoned += [
                 handle for b in self.gradients.buckets if (handle := b.work or b.future) is not None
@@ -536,7 +531,6 @@ class Reducer:
 
     def _meet(self, report: ErrorReport, *, after: bool = False) -> GradientSyncError:
         """Brings the ranks together after a pass that was broken off; returns the error that all raise."""
-        self._callbacks.break_off()
         error, self.passes = self._recovery.meet(report, self.passes, after=after)
         self._must_rebuild = False
         self._let_go()
@@ -545,7 +539,6 @@ class Reducer:
 
     def _leave(self, report: ErrorReport) -> GradientSyncError:
         """Leaves a pass that was broken off before the ranks meet; returns the error of this rank."""
-        self._callbacks.break_off()
         error = self._recovery.leave(report)
         self._let_go()
         self._end.begin_anew()
@@ -640,8 +633,7 @@ class Reducer:
         later = self.gradients.buckets[bucket.index + 1 :]
         last = not any(other.indices and not other.skipped for other in later)
         try:
-            with self._callbacks.here():
-                future: Any = hook(state, GradBucket(bucket, last=last))
+            future: Any = hook(state, GradBucket(bucket, last=last))
             if not issubclass(type(future), torch._C.Future):
                 raise TypeError(
                     "the communication hook must return a torch.futures.Future of a tensor, but returned "
@@ -747,15 +739,11 @@ class Reducer:
             if current.broken_off:  # nobody may complete the others
                 return
             try:
-                if bucket.future is not None:
-                    self._callbacks.wait(bucket.future)
                 bucket.wait()
             except BaseException as error:
                 self._hook_failed(current, bucket, error)
                 if not isinstance(error, Exception):
                     raise
-        if not current.broken_off:
-            self._callbacks.finish()
 
     def _finalize(self, current: BackwardPass) -> None:
         """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.

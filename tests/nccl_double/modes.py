@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from collectives.core import futures, work
+from collectives.core import work
 from nccl_double import accesses, ask, do
 from nccl_double.accesses import Range
 from nccl_double.calls import current_stream, enqueue, is_capturing, noted, take_failures, thread
@@ -369,7 +369,7 @@ def tensors_on_device() -> Iterator[None]:
         with (
             _watched(),
             mock.patch.object(work, "Future", DoubleFuture),
-            mock.patch.object(futures, "Future", DoubleFuture),
+            mock.patch.object(work, "OperationFuture", DoubleFuture),
             mock.patch.object(torch.futures, "Future", DoubleFuture),
             mock.patch.object(torch.cuda, "is_initialized", return_value=True),
             mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),

@@ -33,9 +33,6 @@ inline Nanoseconds deadline_in(double seconds) {
 
 inline std::byte* pointer_from(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// Whether the calling thread runs a callback whose collectives wait for its turn; Python sees to that.
-extern constinit thread_local bool in_callback;
-
 void bind_completions(nanobind::module_& module);
 void bind_cuda(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);

@@ -16,9 +16,6 @@
 namespace nb = nanobind;
 
 namespace collectives {
-
-constinit thread_local bool in_callback = false;
-
 namespace {
 
 using Taken = std::optional<Completions::Taken>;
@@ -72,9 +69,7 @@ void bind_completions(nb::module_& module) {
            nb::arg("collective"))
       .def("push", &Completion::push);
   module.def("next_operation", [] { return Task::next_id(); });
-  module.def("let_next_begin", [] { Completions::instance().let_next_begin(); });
-  module.def("set_in_callback", [](bool within) { in_callback = within; }, nb::arg("within"));
-  module.def("in_callback", [] { return in_callback; });
+  module.def("issued_here", &Task::issued_here);
   module.def("pop_completion", pop);
   module.def("close_completions", [] { Completions::instance().close(); });
 }

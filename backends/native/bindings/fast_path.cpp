@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/bindings.hpp"
 #include "bindings/tensor_view.hpp"
 #include "state/rank_context.hpp"
 
@@ -166,8 +165,6 @@ bool read(Request& request, TensorReader& reader, std::size_t me, bool is_root, 
 
 std::optional<FastRequest> fast_request(int rank, int size, std::uint8_t opcode, nb::handle output,
                                         nb::handle input, std::uint8_t op, nb::handle root, bool listed) {
-  if (in_callback) [[unlikely]]
-    return std::nullopt;
   std::optional<FastRequest> fast(std::in_place);
   Request& request = fast->request;
   request.opcode = static_cast<Opcode>(opcode);

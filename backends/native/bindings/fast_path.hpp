@@ -24,7 +24,7 @@ struct FastRequest {
 };
 
 // The request of a rank in a group of `size` for the arguments of `fast_collective`; nothing where the call
-// does not qualify, or the calling thread runs a callback that may have to wait for its turn.
+// does not qualify.
 std::optional<FastRequest> fast_request(int rank, int size, std::uint8_t opcode, nanobind::handle output,
                                         nanobind::handle input, std::uint8_t op, nanobind::handle root,
                                         bool listed);

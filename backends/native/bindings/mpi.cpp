@@ -26,6 +26,7 @@
 #include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
 #include "bindings/tensor_view.hpp"
+#include "engine/task.hpp"
 #include "engine/transfer.hpp"
 #include "mpi/in_flight.hpp"
 #include "mpi/messages.hpp"
@@ -151,6 +152,7 @@ class MpiGroup {
         (fast->request.opcode == Opcode::all_reduce && fast->request.input != nullptr))
       return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
+    Task::note_issue();
     const long number = next_number(operations_);
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());

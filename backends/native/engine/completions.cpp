@@ -148,15 +148,6 @@ std::optional<Completions::Taken> Completions::pop() {
   return ready_.empty() ? std::nullopt : std::optional(take());
 }
 
-void Completions::let_next_begin() {
-  const std::lock_guard lock(mutex_);
-  const auto found = lanes_.find(current_.turn.lane);
-  if (found == lanes_.end() || found->second.turn != current_.turn.number) return;
-  found->second.turn = 0;
-  if (!found->second.due.empty()) make_ready(current_.turn.lane);
-  forget_if_empty(current_.turn.lane);
-}
-
 void Completions::close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;

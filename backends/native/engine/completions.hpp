@@ -46,8 +46,6 @@ class Completions {
   // Blocks until there is one. Nothing where the thread is to end: after `close`, or as one of many that have
   // been idle for long.
   std::optional<Taken> pop();
-  // What the calling thread is at may take long: the next of its lane begins.
-  void let_next_begin();
   // What is due is still taken, then every `pop` returns nothing.
   void close();
 

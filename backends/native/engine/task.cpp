@@ -17,6 +17,7 @@ constexpr int kSpins = 100;
 
 std::uint64_t Task::next_id() noexcept {
   static std::atomic<std::uint64_t> last{0};
+  note_issue();
   return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
 }
 
@@ -42,7 +43,7 @@ bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
     if (finished()) return true;
     relax_processor();
   }
-  const Completions::Wait counted(!is_message());
+  const Completions::Wait counted(opcode_ != Opcode::none);
   // Acquire-release: a finisher that does not see the flag has not finished yet when the loop below looks.
   std::uint32_t state = state_.fetch_or(kWaited, std::memory_order_acq_rel) | kWaited;
   while ((state & kFinished) == 0) {
@@ -81,7 +82,7 @@ bool Task::unfinish() noexcept {
 }
 
 void Task::notify(std::uint64_t group) {
-  Completions::instance().expect(id_, group, !is_message());
+  Completions::instance().expect(id_, group, opcode_ != Opcode::none);
   const std::uint32_t before = state_.fetch_or(kNotify, std::memory_order_acq_rel);
   if ((before & kFinished) != 0) Completions::instance().push(id_);
 }

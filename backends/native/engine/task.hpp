@@ -28,7 +28,9 @@ class Task {
   std::uint64_t id() const noexcept { return id_; }
   static std::uint64_t next_id() noexcept;
 
-  bool is_message() const noexcept { return opcode_ == Opcode::none; }
+  // How many operations the calling thread has issued, as far as somebody noted them; `next_id` does.
+  static std::uint64_t issued_here() noexcept { return issued_here_; }
+  static void note_issue() noexcept { ++issued_here_; }
 
   // Acquire: where it is true, the outputs are readable.
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
@@ -84,6 +86,8 @@ class Task {
   static constexpr std::uint32_t kNotify = 2;
   static constexpr std::uint32_t kWaited = 4;
   static constexpr std::uint32_t kObserved = 8;
+
+  static constinit inline thread_local std::uint64_t issued_here_ = 0;
 
   const std::uint64_t id_;
   const Opcode opcode_;

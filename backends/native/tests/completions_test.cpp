@@ -127,29 +127,12 @@ void test_sleeps() {
   after.get_future().wait();
 }
 
-// The next begins at once where one says that it takes long, and what that began first goes on.
-void test_lets_next_begin() {
-  Completing completing(2);
-  std::promise<void> next;
-  std::promise<void> first;
-  completing.expect(1, [&] {
-    completing->let_next_begin();
-    next.get_future().wait();
-    first.set_value();
-  });
-  completing.expect(2, [&] { next.set_value(); });
-  completing->push(1);
-  completing->push(2);
-  first.get_future().wait();
-}
-
 }  // namespace
 
 Tests completions_tests() {
   return {{"completions come in the order of issue", test_order_of_issue},
           {"completions wait for deeper ones and those of other groups", test_waits_within},
-          {"a completion that sleeps lets the next begin", test_sleeps},
-          {"a completion may let the next begin", test_lets_next_begin}};
+          {"a completion that sleeps lets the next begin", test_sleeps}};
 }
 
 }  // namespace collectives

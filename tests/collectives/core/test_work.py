@@ -9,7 +9,7 @@ import pytest
 from torch.futures import Future
 
 from collectives import GroupAbortedError, PeerLostError
-from collectives.core.futures import fail
+from collectives.core.work import fail
 
 
 class Held:

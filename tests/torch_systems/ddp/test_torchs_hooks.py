@@ -77,22 +77,7 @@ REGISTER = {
 }
 """Hooks that issue their collectives before they return."""
 
-
-def behind_one_that_issues_none(_, bucket):  # type: ignore[no-untyped-def]
-    """Sums twice; the callback of the second sum follows one that only divides."""
-    group = dist.group.WORLD
-
-    def halve(done: Any) -> torch.Tensor:
-        return done.value()[0].div_(group.size())
-
-    def again(done: Any) -> torch.Tensor:
-        return dist.all_reduce(done.value(), async_op=True).get_future().wait()[0].div_(group.size())
-
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(halve).then(again)
-
-
 REGISTER_WAITING = {
-    "behind": lambda ddp: ddp.register_comm_hook(None, behind_one_that_issues_none),
     "powerSGD": lambda ddp: ddp.register_comm_hook(power(), powerSGD_hook),
     "powerSGD of rank 2": lambda ddp: ddp.register_comm_hook(power(2, warm_start=False), powerSGD_hook),
     "batched powerSGD": lambda ddp: ddp.register_comm_hook(power(), batched_powerSGD_hook),
