@@ -2,36 +2,122 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_systems.small import adam, check, net, share, train, trained
 from torch_world import run_torch
 
+STEPS = 4
 
-def equals_one_process(rank, size, options):
-    module = net()
-    if "find_unused_parameters" in options:
-        module.unused = nn.Linear(2, 2)
-    expected = trained(module, size)
-    if rank:  # the constructor must bring every rank to rank 0's parameters
-        nn.init.zeros_(module.first.up.weight)
-    model = DistributedDataParallel(module, bucket_cap_mb=0.0001, **options)
-    train(model, adam(model.parameters()), size, share(rank))
-    check(module.state_dict(), expected)
-    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    copies = [torch.empty_like(flat) for _ in range(size)]
+
+class Net(torch.nn.Module):
+    """Two layers that are always used, and one that only even steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 3)
+        self.sometimes = torch.nn.Linear(3, 3)
+
+    def forward(self, x, use_all=True):
+        x = self.second(torch.tanh(self.first(x)))
+        return self.sometimes(x) if use_all else x
+
+
+def batches(step, size):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size * 4, 6, generator=generator), torch.randn(size * 4, 3, generator=generator)
+
+
+def train(model, size, part, uses_all=lambda step: True, run=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = (data[part] for data in batches(step, size))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x, uses_all(step)), y)
+        (run or torch.Tensor.backward)(loss)
+        optimizer.step()
+
+
+def compare(model, oracle):
+    for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, flat)
-    assert all(torch.equal(flat, other) for other in copies)
+    for other in copies:
+        assert torch.equal(flat, other)
+
+
+def equals_one_process(rank, size, uses_all=lambda step: True, **options):
+    torch.manual_seed(1)
+    oracle = Net()
+    wrapped = copy.deepcopy(oracle)
+    if rank:  # the constructor must bring every rank to rank 0's parameters
+        torch.nn.init.zeros_(wrapped.first.weight)
+    model = DistributedDataParallel(wrapped, bucket_cap_mb=0.0001, **options)
+    train(oracle, size, slice(None), uses_all)
+    train(model, size, slice(4 * rank, 4 * rank + 4), uses_all)
+    compare(model.module, oracle)
+
+
+def plain(rank, size):
+    equals_one_process(rank, size)
+
+
+def unused_parameters(rank, size):
+    equals_one_process(rank, size, lambda step: step % 2 == 0, find_unused_parameters=True)
+
+
+def static_graph(rank, size):
+    equals_one_process(rank, size, static_graph=True)
+
+
+def bucket_views(rank, size):
+    equals_one_process(rank, size, gradient_as_bucket_view=True)
+
+
+def no_sync(rank, size):
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    with model.no_sync():
+        model(torch.full((1, 2), rank + 1.0)).backward()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 2), rank + 1.0))
+    model(torch.full((1, 2), rank + 1.0)).backward()
+    torch.testing.assert_close(model.module.weight.grad, torch.full((1, 2), size + 1.0))
+
+
+def uneven_inputs(rank, size):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    torch.nn.init.zeros_(model.module.weight)
+    steps = 0
+    with model.join():
+        for _ in range(rank + 1):
+            model(torch.ones(1, 2)).sum().backward()
+            steps += 1
+    assert steps == rank + 1
+
+
+def log_names_the_backend(rank, size):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
     assert model._get_ddp_logging_data()["backend_name"] == dist.get_backend()
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
-    ids=str,
-)
-def test_ddp(options):
-    run_torch(equals_one_process, 3 if options else 2, options)
+    "body",
+    [
+        plain, unused_parameters, static_graph, bucket_views, no_sync, uneven_inputs, log_names_the_backend,
+    ],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_ddp(body):
+    run_torch(body, 2)
+
+
+def test_ddp_of_three_ranks():
+    run_torch(unused_parameters, 3)
