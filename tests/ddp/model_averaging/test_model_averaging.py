@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections import OrderedDict
 
@@ -13,7 +14,7 @@ from torch import nn
 from zero_training import batch, bits, net, train
 
 import collectives as dist
-from collectives.ddp import DistributedDataParallel
+from collectives.ddp import DistributedDataParallel, model_averaging
 from collectives.ddp.errors import ModelMismatchError
 from collectives.ddp.model_averaging import (
     HierarchicalModelAverager,
@@ -23,6 +24,15 @@ from collectives.ddp.model_averaging import (
     get_params_to_average,
 )
 from collectives.ddp.optim import PostLocalSGDOptimizer
+
+
+@pytest.mark.parametrize("module", ["averagers", "utils"])
+def test_the_modules_of_torch_are_there(module) -> None:
+    """Programs that were written for torch import from them."""
+    ours = importlib.import_module(f"collectives.ddp.model_averaging.{module}")
+    torchs = importlib.import_module(f"torch.distributed.algorithms.model_averaging.{module}")
+    for name in set(model_averaging.__all__) & set(vars(torchs)):
+        assert getattr(ours, name) is getattr(model_averaging, name)
 
 
 def parameters(rank):
