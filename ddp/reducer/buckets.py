@@ -19,6 +19,7 @@ that a model whose order changes again and again does not make the ranks agree a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -302,27 +303,36 @@ class Gradient:
         self.handed_out: torch.Tensor | None = None
         self.comes_early = False
 
-    def hand_out(self) -> str:
-        """Makes ``.grad`` the place in the bucket; returns what is bad: it is elsewhere now."""
+    def hand_out(self) -> None:
+        """Makes ``.grad`` the place in the bucket, where that is handed out.
+
+        Raises:
+            RuntimeError: the parameter is elsewhere now.
+        """
         view, handed_out, parameter = self.view, self.handed_out, self.parameter
         if view is None or handed_out is None:
-            return ""
+            return
         if not handed_out.is_set_to(view):
             handed_out = self.handed_out = view.view_as(view)
         if parameter.numel() != view.numel() or parameter.dtype is not self._dtype:
-            return ""  # which all ranks are told of
+            return  # which all ranks are told of
         try:
             parameter.grad = handed_out
         except RuntimeError as error:
-            return self.what_is_bad(handed_out, error)
-        return ""
+            raise RuntimeError(self.what_is_bad(handed_out, error)) from error
 
     def copy_early(self) -> str:
         """Copies a gradient that just came to its place; returns in words what is bad."""
         grad, view, handed_out = self.parameter.grad, self.view, self.handed_out
         if view is None or (handed_out is not None and handed_out is grad and grad.is_set_to(view)):
             return ""
-        return self.copy(grad, view) or self.hand_out()
+        if bad := self.copy(grad, view):
+            return bad
+        try:
+            self.hand_out()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def copy(self, grad: torch.Tensor | None, place: torch.Tensor) -> str:
         """Copies what stands in ``.grad``, which may be anywhere, to a place; returns in words what is bad.
@@ -541,9 +551,13 @@ class Bucket:
         for gradient, grad, view in (
             zip(copied, grads, views, strict=True) if one_by_one or copied[0].places else ()
         ):
-            words = (gradient.copy(grad, view) if one_by_one else "") or gradient.hand_out()
-            if words:
+            if one_by_one and (words := gradient.copy(grad, view)):
                 bad.append(words)
+            elif gradient.handed_out is not None:
+                try:
+                    gradient.hand_out()
+                except RuntimeError as error:
+                    bad.append(str(error))
         return bad
 
     def _reduced_in_place(self, gradient: Gradient, unused: Collection[int], bad: list[str]) -> torch.Tensor:
@@ -667,7 +681,7 @@ class Bucket:
                     continue
             elif handed_out is not None:
                 if grad is not handed_out or not handed_out.is_set_to(average):
-                    _raise_bad(gradient.hand_out())
+                    gradient.hand_out()
                 continue
             if grad is None:
                 parameter.grad = average.to(gradient.form.dtype, copy=True)
@@ -693,16 +707,11 @@ class Bucket:
             if index in self._saved and average is not None:
                 average.copy_(self._saved[index])
         elif gradient.handed_out is not None:
-            _raise_bad(gradient.hand_out())
+            gradient.hand_out()
         elif average is not None and parameter.grad is None:
             parameter.grad = average.to(gradient.form.dtype, copy=True)
         elif average is not None and parameter.grad is not None:
             parameter.grad.copy_(average)
-
-
-def _raise_bad(words: str) -> None:
-    if words:
-        raise RuntimeError(words)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -828,7 +837,8 @@ class Gradients(Sequence[Gradient]):
                         self._places.add(view.data_ptr())
                 if index in moving:  # an old bucket is free with the last gradient that leaves it
                     view.copy_(moving.pop(index))
-                    gradient.hand_out()  # what is bad, the next pass tells
+                    with contextlib.suppress(RuntimeError):  # the next pass tells
+                        gradient.hand_out()
 
     def leave_out(self, unused: frozenset[int], *, singly: bool) -> frozenset[int]:
         """Leaves unused gradients out of a pass: whole buckets, and where that pays single ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_oracle import data, equal, grads, naive_average, pair, same_averages, same_pass, told
+from ddp_oracle import Layers, data, equal, grads, naive_average, pair, same_averages, same_pass, told
 from harness import run_ranks
 from torch import nn
 
@@ -306,6 +306,29 @@ def moved_by_a_hook(group, hook, view):
 def test_a_communication_hook_may_give_its_tensors_other_memory(hook, view) -> None:
     for results in run_ranks(moved_by_a_hook, 2, hook, view, backend="host"):
         assert results == [True] * 3
+
+
+def reshape_parameters(group, bucket):
+    for parameter in bucket.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.view(3, -1, 1)
+    return allreduce_hook(group, bucket)
+
+
+def reshaped(group, run):
+    """One rank uses all layers, and the other one those that it is told."""
+    ours, _ = pair(group, Layers, gradient_as_bucket_view=True, find_unused_parameters=True)
+    ours.register_comm_hook(group, reshape_parameters)
+    with pytest.raises(RuntimeError, match="could not be put into its bucket") as caught:
+        ours(Layers.inputs(group.rank()), run if group.rank() else "0123").sum().backward()
+    return str(caught.value), str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("run", ["0123", "0"])
+def test_torchs_words_on_a_gradient_that_fits_no_more_are_the_cause(run) -> None:
+    for message, cause in run_ranks(reshaped, 2, run, backend="host"):
+        assert "assign a gradient of size" in cause
+        assert cause in message
 
 
 def repeat_one(group, bucket):
