@@ -560,8 +560,8 @@ class Reducer:
             current.unused.add(index)
             if index in self.gradients.bucket_of:
                 bucket, gradient = self.gradients.bucket_of[index], self.gradients[index]
-                bad = bucket.fill_unused(gradient, zeros_only=current.zeros_only)
-                current.report.errors += [bad] if bad else []
+                if bad := bucket.fill_unused(gradient, zeros_only=current.zeros_only):
+                    current.report.errors.append(bad)
             self._count(index)
 
     def _count(self, index: int) -> bool:
