@@ -8,8 +8,9 @@ NeurIPS 2019.
 from __future__ import annotations
 
 import math
+import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,7 +230,7 @@ class PowerSGDState(FeedbackState):
         if before is not None:
             before.advance()
         try:
-            this.advance()
+            this.begin()
         finally:
             if before is not None:
                 before.advance()
@@ -379,7 +380,7 @@ class _Compression:
     Attributes:
         index: of the bucket.
         future: of the average.
-        failure: what a phase after the first one failed with; the first one raises.
+        failure: what a phase after the first one failed with.
     """
 
     def __init__(
@@ -393,71 +394,88 @@ class _Compression:
         self.index = bucket.index()
         self.future = pending(buffer)
         self.failure: Exception | None = None
-        self._phases = self._run(state, bucket, buffer, group, divide)
+        self._phases = _phases(state, bucket, buffer, group, divide)
+
+    def begin(self) -> None:
+        """Runs the first phase; raises what it fails with."""
+        next(self._phases)
 
     def advance(self) -> None:
-        """Runs the next phase, where one is left."""
-        next(self._phases, None)
-
-    def _run(
-        self,
-        state: PowerSGDState,
-        bucket: GradBucket,
-        buffer: torch.Tensor,
-        group: ProcessGroup,
-        divide: _Division,
-    ) -> Iterator[None]:
-        """Yields when a message is on its way."""
-        keys = state.keys_of(bucket)
-        result, flat = bucket.buffer(), buffer.to(working_dtype(buffer.dtype))
-        error = state.error_of(bucket)
-        batches, plain = divide(state, bucket, keys)
-
-        # Each P, and the gradients that are not compressed.
-        if error is not None:
-            flat.add_(error)
-        for batch in batches:
-            batch.take(flat)
-        sizes = [span.stop - span.start for span in plain]
-        factors = [len(batch.keys) * batch.shape[0] * batch.rank for batch in batches]
-        message = flat.new_empty(sum(sizes) + sum(factors))
-        parts = message.split_with_sizes([*sizes, *factors])
-        for span, part in zip(plain, parts, strict=False):
-            part.copy_(flat[span])
-        _first_factors(state, batches, flat)
-        for batch, part in zip(batches, parts[len(sizes) :], strict=True):
-            batch.p = part.view(len(batch.keys), batch.shape[0], batch.rank)
-            torch.bmm(batch.matrices, batch.q, out=batch.p)
-        factors = [batch.q.numel() for batch in batches]
-        state.total_numel_before_compression += buffer.numel()
-        state.total_numel_after_compression += message.numel() + sum(factors)
-        receive = _start_average(group, message, buffer.dtype)
-        yield
+        """Runs the next phase, where one is left; what it fails with, the future raises."""
         try:
-            # Each Q.
-            receive()
-            for span, part in zip(plain, parts, strict=False):
-                flat[span] = part
-                if error is not None:  # all of it went; there is one where settings have changed
-                    error[span] = 0
-            if batches:
-                message = flat.new_empty(sum(factors))
-                for batch, part in zip(batches, message.split_with_sizes(factors), strict=True):
-                    orthogonalize(batch.p, state.orthogonalization_epsilon)
-                    batch.q = part.view(batch.q.shape)
-                    torch.bmm(batch.matrices.mT, batch.p, out=batch.q)
-                receive = _start_average(group, message, buffer.dtype)
-                yield
-                receive()
-
-            _take_averages(state, batches, flat, error, finite=bool(torch.isfinite(message.sum())))
-            if flat is not buffer:
-                buffer.copy_(flat)
-        except Exception as failure:  # noqa: BLE001 - the future raises it
-            self.failure = failure
-            self.future.set_exception(failure)  # type: ignore[arg-type]
+            next(self._phases)
+        except StopIteration as end:
+            outcome = end.value
         else:
-            self.future.set_result(result)
+            return
+        if isinstance(outcome, Exception):
+            self.failure = outcome
+            traceback.clear_frames(outcome.__traceback__)  # torch's future may keep it for ever
+            self.future.set_exception(outcome)  # type: ignore[arg-type]
+        elif outcome is not None:  # else it was done before
+            self.future.set_result(outcome)
+
+
+def _phases(
+    state: PowerSGDState,
+    bucket: GradBucket,
+    buffer: torch.Tensor,
+    group: ProcessGroup,
+    divide: _Division,
+) -> Generator[None, None, torch.Tensor | Exception]:
+    """Yields when a message is on its way; returns the averages, or what a phase after the first failed with.
+
+    Knows neither the compression nor its future: they would hold each other, and with them the memory of the
+    bucket, where a pass breaks off.
+    """
+    keys = state.keys_of(bucket)
+    result, flat = bucket.buffer(), buffer.to(working_dtype(buffer.dtype))
+    error = state.error_of(bucket)
+    batches, plain = divide(state, bucket, keys)
+
+    # Each P, and the gradients that are not compressed.
+    if error is not None:
+        flat.add_(error)
+    for batch in batches:
+        batch.take(flat)
+    sizes = [span.stop - span.start for span in plain]
+    factors = [len(batch.keys) * batch.shape[0] * batch.rank for batch in batches]
+    message = flat.new_empty(sum(sizes) + sum(factors))
+    parts = message.split_with_sizes([*sizes, *factors])
+    for span, part in zip(plain, parts, strict=False):
+        part.copy_(flat[span])
+    _first_factors(state, batches, flat)
+    for batch, part in zip(batches, parts[len(sizes) :], strict=True):
+        batch.p = part.view(len(batch.keys), batch.shape[0], batch.rank)
+        torch.bmm(batch.matrices, batch.q, out=batch.p)
+    factors = [batch.q.numel() for batch in batches]
+    state.total_numel_before_compression += buffer.numel()
+    state.total_numel_after_compression += message.numel() + sum(factors)
+    receive = _start_average(group, message, buffer.dtype)
+    yield
+    try:
+        # Each Q.
+        receive()
+        for span, part in zip(plain, parts, strict=False):
+            flat[span] = part
+            if error is not None:  # all of it went; there is one where settings have changed
+                error[span] = 0
+        if batches:
+            message = flat.new_empty(sum(factors))
+            for batch, part in zip(batches, message.split_with_sizes(factors), strict=True):
+                orthogonalize(batch.p, state.orthogonalization_epsilon)
+                batch.q = part.view(batch.q.shape)
+                torch.bmm(batch.matrices.mT, batch.p, out=batch.q)
+            receive = _start_average(group, message, buffer.dtype)
+            yield
+            receive()
+
+        _take_averages(state, batches, flat, error, finite=bool(torch.isfinite(message.sum())))
+        if flat is not buffer:
+            buffer.copy_(flat)
+    except Exception as failure:  # noqa: BLE001 - the future raises it
+        return failure
+    return result
 
 
 def _take_averages(

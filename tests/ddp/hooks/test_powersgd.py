@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import re
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +26,8 @@ from collectives.ddp.hooks.powerSGD_hook import (
     orthogonalize,
     powerSGD_hook,
 )
+from collectives.ddp.reducer.buckets import Bucket, GradBucket, Gradient
+from collectives.errors import DistError
 
 
 def gathered(group, tensor):
@@ -275,6 +281,49 @@ def seeds(group):
 
 def test_the_seed_decides_the_first_factors() -> None:
     assert run_ranks(seeds, 2, backend="host") == [(True, False)] * 2
+
+
+class Lost:
+    """An average that fails."""
+
+    def __init__(self, group, message) -> None:
+        pass
+
+    def wait(self):
+        raise DistError("the message is lost")
+
+
+def memory_is_free(group, fails):
+    """Returns whether a pass that breaks off leaves no memory of a bucket to the cyclic garbage collector.
+
+    That is while a message travels, or because it fails.
+    """
+    state = state_of(group)
+    state.iter = 2
+    gradient = Gradient(0, "a", nn.Parameter(torch.zeros(12, 20)), set())
+    bucket = GradBucket(Bucket(0, [gradient], dtype=torch.float32, device=torch.device("cpu")), last=False)
+    memory = weakref.ref(bucket.buffer())
+    lost = mock.patch("collectives.ddp.hooks.powerSGD_hook.average", Lost)
+    gc.disable()
+    try:
+        with lost if fails else contextlib.nullcontext():
+            future = powerSGD_hook(state, bucket)
+            if fails:
+                state.flush(1)
+                with contextlib.suppress(DistError):
+                    future.wait()
+        state.pass_failed()
+        assert memory() is not None
+        del bucket, future
+        gradient.leave()
+        return memory() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["under way", "failed"])
+def test_a_pass_that_breaks_off_leaves_no_memory(fails) -> None:
+    assert run_ranks(memory_is_free, 1, fails, backend="host") == [True]
 
 
 def statistics(group):
