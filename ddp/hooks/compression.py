@@ -344,7 +344,7 @@ def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
     values = buffer.to(working_dtype(buffer.dtype), copy=True)
-    error = state.error_of(bucket)
+    error = state.error_of(bucket, state.keys_of(bucket)) if state.use_error_feedback else None
     if error is not None:
         values.add_(error)
     codec = state.codec(bucket, values, group)

@@ -430,7 +430,7 @@ def _phases(
     """
     keys = state.keys_of(bucket)
     result, flat = bucket.buffer(), buffer.to(working_dtype(buffer.dtype))
-    error = state.error_of(bucket)
+    error = state.error_of(bucket, keys)
     batches, plain = divide(state, bucket, keys)
 
     # Each P, and the gradients that are not compressed.

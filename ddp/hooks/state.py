@@ -278,19 +278,23 @@ class FeedbackState(HookState):
         """
         if not is_torch_bucket(bucket):
             return tuple(bucket.names())
+        keys = []
         for parameter in bucket.parameters():
-            if parameter not in self._numbers:
-                self._numbers[parameter] = self._next_number
+            number = self._numbers.get(parameter)
+            if number is None:
+                number = self._numbers[parameter] = self._next_number
                 self._next_number += 1
-        return tuple(f"parameter {self._numbers[parameter]}" for parameter in bucket.parameters())
+            keys.append(f"parameter {number}")
+        return tuple(keys)
 
-    def error_of(self, bucket: GradBucket) -> torch.Tensor | None:
+    def error_of(self, bucket: GradBucket, keys: tuple[str, ...]) -> torch.Tensor | None:
         """Returns the error of a bucket, at first zeros; the caller writes the next one there.
 
         Errors move with their parameters where the buckets are laid out again.
 
         Args:
             bucket: the bucket.
+            keys: of its parameters, from :meth:`keys_of`.
 
         Returns:
             A flat tensor, ``None`` where errors are not kept.
@@ -300,17 +304,19 @@ class FeedbackState(HookState):
         """
         if not self.use_error_feedback:
             return None
-        keys, sizes, buffer = self.keys_of(bucket), widths(bucket), bucket.buffer()
+        buffer = bucket.buffer()
         dtype = working_dtype(buffer.dtype.to_real())
+        numel = buffer.numel() * (2 if buffer.is_complex() else 1)
         flat = self._flats.get(keys)
         # A state may go on with a model of another data type, or be given another model by mistake.
         if (
             flat is not None
-            and flat.numel() == sum(sizes)
+            and flat.numel() == numel
             and flat.dtype is dtype
             and flat.device == buffer.device
         ):
             return flat
+        sizes = widths(bucket)
         for key, size in zip(keys, sizes, strict=True):
             kept = self._views.get(key)
             if kept is not None and kept.numel() != size:

@@ -17,6 +17,7 @@ from collectives.ddp.hooks.compression import Affine, LargestElements, OfEach, S
 from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper
 from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState
+from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
@@ -345,6 +346,37 @@ def test_states_that_differ_are_refused_on_all_ranks() -> None:
     for message in run_ranks(different_states, 2, backend="host"):
         assert "TopKState over host group" in message
         assert "ratio: 0.1 on rank 0; 0.2 on rank 1" in message
+
+
+def power(group):
+    return PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+def resized(group, make, hook):
+    """A parameter gets another size on one rank; returns what is told of its gradient."""
+    parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
+    parallel.register_comm_hook(make(group), hook)
+    given = random_gradients(SHAPES, group.rank(), 0)
+    for _ in range(3):
+        averaged(parallel, given)
+    if group.rank() == 1:
+        parallel.module.bias.data = torch.zeros(5, 7)
+    with pytest.raises(GradientSyncError) as caught:
+        averaged(parallel, given)
+    return caught.value.reasons
+
+
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [(TopKState, top_k_hook), (AdaptiveState, adaptive_hook), (power, powerSGD_hook)],
+    ids=["top k", "adaptive", "PowerSGD"],
+)
+def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(make, hook) -> None:
+    for reasons in run_ranks(resized, 2, make, hook, backend="host"):
+        assert reasons.keys() == {1}
+        assert "the gradient of bias could not be put into its bucket" in reasons[1]
+        assert "bias (float32[5, 7] instead of float32[7])" in reasons[1]
+        assert "another model" not in reasons[1]
 
 
 @pytest.mark.parametrize(
