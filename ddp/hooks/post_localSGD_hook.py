@@ -62,7 +62,7 @@ class PostLocalSGDState(HookState):
         check_integer("start_localSGD_iter", start_localSGD_iter, 0)
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.post_local_gradient_allreduce = bool(post_local_gradient_allreduce)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves: all but the groups."""

@@ -121,7 +121,7 @@ class PowerSGDState(FeedbackState):
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = float(min_compression_rate)
-        self.warm_start = warm_start
+        self.warm_start = bool(warm_start)
         self.orthogonalization_epsilon = float(orthogonalization_epsilon)
         self.random_seed = random_seed
         self.rng = np.random.RandomState(random_seed)

@@ -192,7 +192,8 @@ class HookState(Uncompiled):
         where = f"[rank {group.rank()}] {type(self).__name__} over {group.describe()}"
         if lines:
             raise ValueError(
-                "\n".join([f"{where}: the ranks' states differ; make or load them alike:", *lines])
+                f"{where}: the ranks' states differ; make or load them alike: "
+                f"{'; '.join(line.strip() for line in lines)}"
             )
         if self._world_size not in {None, group.size()}:
             raise ValueError(
@@ -256,7 +257,7 @@ class FeedbackState(HookState):
 
     def __init__(self, process_group: object = None, *, use_error_feedback: bool = True) -> None:
         super().__init__(process_group)
-        self.use_error_feedback = use_error_feedback
+        self.use_error_feedback = bool(use_error_feedback)
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}  # the errors of each bucket
         self._views: dict[str, torch.Tensor] = {}  # of each parameter, in those
         self._number_anew()

@@ -335,17 +335,24 @@ def test_the_first_iterations_average_exactly() -> None:
 
 
 def different_states(group):
+    """A setting that is true is written in two ways, which does not make the states different."""
     parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
-    parallel.register_comm_hook(TopKState(group, ratio=0.1 * (group.rank() + 1)), top_k_hook)
+    rank = group.rank()
+    state = TopKState(group, ratio=0.1 * (rank + 1), start_iter=rank, use_error_feedback=[True, 1][rank])
+    parallel.register_comm_hook(state, top_k_hook)
     with pytest.raises(GradientSyncError) as caught:
-        averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
+        averaged(parallel, random_gradients(SHAPES, rank, 0))
     return str(caught.value)
 
 
 def test_states_that_differ_are_refused_on_all_ranks() -> None:
     for message in run_ranks(different_states, 2, backend="host"):
-        assert "TopKState over host group" in message
-        assert "ratio: 0.1 on rank 0; 0.2 on rank 1" in message
+        reasons = [line for line in message.splitlines() if line.startswith("  rank ")]
+        assert len(reasons) == 2
+        for reason in reasons:
+            assert "TopKState over host group" in reason
+            assert "start_iter: 0 on rank 0; 1 on rank 1; ratio: 0.1 on rank 0; 0.2 on rank 1" in reason
+            assert "use_error_feedback" not in reason
 
 
 def power(group):
