@@ -169,16 +169,23 @@ class CheckedGroup(ForwardingGroup):
     ) -> CollectiveTimeoutError:
         """Returns the error for ranks that did not come to this place of the order, with their last calls."""
         lines = []
-        for r in missing:
+        others = [r for r in missing if r != self._rank]
+        for r in others:
             key, does = self._key(f"last/{r}"), "called nothing yet"
             if self._store.check([key]):
                 call, site = fetch(self._store, key, self._checked)
                 does = f"last called {_in_words(call)} at {site}"
             lines.append(f"  rank {r}: {does}")
+        if self._rank in missing:
+            why = "but the others had given up before it came"
+            why += f", as {ranks_in_words(others)} had called nothing either" if others else ""
+        else:
+            why = f"but {ranks_in_words(others)} called nothing within {limit.total_seconds():g} s"
+        text = (
+            f"[rank {self._rank}] collective #{turn} on {self.describe()}: this rank calls {_in_words(mine)}"
+        )
         return CollectiveTimeoutError(
-            f"[rank {self._rank}] collective #{turn} on {self.describe()}: this rank calls "
-            f"{_in_words(mine)}, but {ranks_in_words(missing)} called nothing within "
-            f"{limit.total_seconds():g} s\n" + "\n".join(lines),
+            "\n".join([f"{text}, {why}", *lines]),
             missing[0] if missing else -1,
             missing_ranks=missing,
             operation=mine["function"],

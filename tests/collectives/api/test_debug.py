@@ -200,6 +200,27 @@ def test_rank_that_calls_nothing_is_named_with_its_last_call() -> None:
         assert f"rank 2: last called barrier() at {__file__}:" in message
 
 
+def one_comes_late(rank: int, size: int) -> str:
+    begin(rank, size, timedelta(milliseconds=500))
+    store = current_store()
+    if rank == 1:
+        store.wait(["gave up"])
+    with pytest.raises(dist.CollectiveTimeoutError) as caught:
+        dist.all_reduce(torch.ones(1))
+    store.set("gave up", "")
+    assert caught.value.missing_ranks == (1,)
+    store.set(f"done{rank}", "")
+    store.wait([f"done{r}" for r in range(size)])
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_rank_that_comes_late_reports_that_the_others_gave_up() -> None:
+    message = run_ranks(one_comes_late, 2)[1]
+    assert message.startswith("[rank 1] collective #0 on gloo group '0'")
+    assert message.endswith("device cpu), but the others had given up before it came")
+
+
 def stack_is_logged(rank: int, size: int) -> str:
     os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
     records: list[str] = []
