@@ -250,8 +250,10 @@ class RankProcesses(ABC):
                         failures.append(answers[rank])
             told = {failed.rank for failed in failures}
             for ended in [one for one in running if one.handle in ready and len(answers) < self.size]:
+                if any(waiting[rank].poll() for rank in ended.ranks if rank in waiting):
+                    continue  # what it has told last is read first
                 running.remove(ended)
-                if not told.intersection(ended.ranks):
+                if not told.intersection(ended.ranks) and not answers.keys() >= set(ended.ranks):
                     failures.append(self._ended(ended))
             if failures and deadline is None:
                 deadline = time.monotonic() + FOLLOWERS_S

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -112,6 +113,23 @@ def test_how_a_rank_may_fail(how, message, cause):
     with pytest.raises(collectives.RankFailedError, match=message) as caught:
         collectives.launch(end, (how,), nproc=1)
     assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_rank_that_dies_after_it_has_answered_has_not_failed(tmp_path):
+    told = tmp_path / "pid"
+
+    def answer_and_die():
+        if int(os.environ["RANK"]) == 1:
+            told.with_suffix(".new").write_text(str(os.getpid()))
+            told.with_suffix(".new").rename(told)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return "answered"
+        while not told.exists() or running(int(told.read_text())):
+            time.sleep(0.01)
+        time.sleep(0.2)  # for the parent to see it
+        return "outlived it"
+
+    assert collectives.launch(answer_and_die) == ["outlived it", "answered"]
 
 
 def test_wrong_arguments():
