@@ -30,7 +30,7 @@ from collectives.errors import CollectiveMismatchError, DistError, DistNetworkEr
 from collectives.logs import Log
 from collectives.secret import WAY_OUT
 from collectives.store.file import FileStore
-from collectives.store.joining.agreement import at, exchange, fail
+from collectives.store.joining.agreement import at, exchange, fail, told
 from collectives.store.joining.standby import Standby, offer, succession
 from collectives.store.memory import HashStore
 from collectives.store.prefix import PrefixStore
@@ -151,8 +151,7 @@ def join_world(
 
 def _follow(store: Any, about: Checked, timeout: timedelta, where: str) -> tuple[str, Checked]:
     """Any other rank: attempts to join until rank 0 calls it; returns what :func:`_meet` does."""
-    rank, end = about["rank"], time.monotonic() + (timeout + _ANSWER_GRACE).total_seconds()
-    key = next_key(store, _ATTEMPTS)
+    rank, key = about["rank"], next_key(store, _ATTEMPTS)
     attempt = int(key.rpartition("/")[2])
     call = f"join/call/{attempt}"
     publish(store, key, about)
@@ -179,13 +178,20 @@ def _follow(store: Any, about: Checked, timeout: timedelta, where: str) -> tuple
         if called["nonce"] != about["nonce"]:
             raise DistStoreError(f"{where} the store holds under {call!r} an answer to another process")
         world = _store_of(store, called["world"])
+        look = partial(_heed_call, store, call, called)
         try:
-            made = _meet(world, about, _left(end), where, why, partial(_heed_call, store, call, called))
-        except _CalledAgainError:
+            # From now on: rank 0, which may have come late, waits for others that may come later still.
+            made = _meet(world, about, timeout + _ANSWER_GRACE, where, why, look)
+        except _CalledAgainError as again:
+            if again.elsewhere:  # else another process may have come as this rank
+                delete_keys(world, [f"{_MEETING}/{rank}", f"{_MEETING}/arrived"])
             continue
         except DistNetworkError as error:
             # Not a former world's store, with which another attempt may find the next one.
             raise DistStoreError(f"{where} rank 0 has called it, and ended its store: {error}", 0) from error
+        except BaseException:
+            delete_keys(store, [key])
+            raise
         delete_keys(store, [key])
         return called["world"], made
 
@@ -193,11 +199,15 @@ def _follow(store: Any, about: Checked, timeout: timedelta, where: str) -> tuple
 class _CalledAgainError(Exception):
     """Rank 0 has called a process again: it has taken another one in its place, or has begun anew."""
 
+    def __init__(self, elsewhere: bool) -> None:
+        super().__init__()
+        self.elsewhere = elsewhere
+
 
 def _heed_call(store: Any, key: str, former: Checked) -> None:
     """Raises where there is another call than the former one, which some stores cannot delete."""
-    if store.check([key]) and fetch(store, key, _call) != former:
-        raise _CalledAgainError
+    if store.check([key]) and (found := fetch(store, key, _call)) != former:
+        raise _CalledAgainError(isinstance(found, dict) and found["world"] != former["world"])
 
 
 def _meet(
@@ -370,13 +380,17 @@ class _Coordinator:
         self._attempts = Announcements(store, _ATTEMPTS, _MOST_ATTEMPTS + 16 * self._size, served["attempts"])
         self._attempts.late = served["left"]
         self._former, self._former_size = served["world"], served["world_size"]
-        self._digits = secrets.token_hex(_NONCE_BYTES)
-        self._world = _store_of(store, self._digits)
-        self._called: dict[int, Checked] = {}
+        self._begin()
         self._beyond: dict[int, Checked] = {}
         self._refused: list[int] = []
         self._twice: dict[int, str] = {}
         self._meets = False
+
+    def _begin(self) -> None:
+        """Makes a world of nobody."""
+        self._digits = secrets.token_hex(_NONCE_BYTES)
+        self._world = _store_of(self._store, self._digits)
+        self._called: dict[int, Checked] = {}
 
     def join(self) -> tuple[str, Checked]:
         """Returns the new world's digits and what :func:`_meet` does, or raises on all ranks."""
@@ -408,15 +422,19 @@ class _Coordinator:
             DistStoreError: the store holds what no rank has written.
         """
         deadline, reason = self._deadline, ""
-        root, told = root_of(self._store), False
+        root, warned = root_of(self._store), False
         try:
             while not self._all_here(reason) and time.monotonic() < deadline:
                 awaited = self._attempts.late or [self._attempts.counted + 1]
                 keys = [self._attempts.key(number) for number in awaited]
                 wait_for_keys(self._store, keys, min(_left(deadline), _ATTEMPT_CHECK))
+                if self._called and (failed := told(self._world, _MEETING)):
+                    if not failed.missing_ranks:
+                        raise failed
+                    self._begin()  # those who have met gave up before rank 0, and may come again
                 self._call_new()
-                if not told and refusals(root):
-                    told = True
+                if not warned and refusals(root):
+                    warned = True
                     log.warning("%s a rank may be missing%s", self._where, _where_met(root))
                 if not reason and (reason := self._live_disagreement()):
                     deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT.total_seconds())
@@ -466,7 +484,7 @@ class _Coordinator:
                 self._beyond[number] = found
             elif former is not None and self._has_come(rank):
                 calls |= self._refuse_second(rank, found, former)
-            elif self._meets and self._world.check([f"{_MEETING}/outcome"]):
+            elif (self._meets or former is not None) and self._world.check([f"{_MEETING}/outcome"]):
                 # Asked last: who has read it has deleted what tells that it has come, and may come anew.
                 self._attempts.late.append(number)
             else:

@@ -369,6 +369,38 @@ def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
         return join_world(store, 0, 2, "x", LIMIT)
 
     one_world(on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)))
+    assert not [key for key in store.list_keys() if key.startswith(digits)]
+
+
+def test_every_rank_may_come_as_late_as_rank_0_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_rendezvous, "_ANSWER_GRACE", timedelta(milliseconds=500))
+    store, limit = dist.HashStore(), timedelta(seconds=2)
+
+    def come_after(seconds: float, rank: int) -> str:
+        time.sleep(seconds)
+        return join_world(store, rank, 3, "x", limit)
+
+    one_world(
+        on_threads(lambda: come_after(1.4, 0), lambda: come_after(0, 1), lambda: come_after(2.8, 2)),
+    )
+
+
+def test_a_rank_that_gave_up_before_rank_0_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_rendezvous, "_ANSWER_GRACE", timedelta(milliseconds=100))
+    store = dist.HashStore()
+
+    def come_twice() -> str:
+        store.wait(["join/attempts/0"], LIMIT)
+        with pytest.raises(DistStoreError, match="ranks 0, 2 did not come within"):
+            join_world(store, 1, 3, "x", timedelta(milliseconds=300))
+        assert not store.check(["join/attempt/1"])
+        return join_world(store, 1, 3, "x", LIMIT)
+
+    def come_last() -> str:
+        store.wait(["join/attempt/2"], LIMIT)
+        return join_world(store, 2, 3, "x", LIMIT)
+
+    one_world(on_threads(lambda: join_world(store, 0, 3, "x", LIMIT), come_twice, come_last))
 
 
 def test_nothing_of_joining_is_left_but_numbers() -> None:
