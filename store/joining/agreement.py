@@ -10,8 +10,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch.distributed as _torch_distributed
-
 from collectives.errors import (
     CollectiveMismatchError,
     DistError,
@@ -113,7 +111,7 @@ def exchange(
     unread = deque(sorted({*ranks} - {rank}, key=lambda one: (one < rank, one)))  # each begins elsewhere
     others: dict[int, Any] = {}
 
-    with _blaming_lost(ranks, lost_ranks, why, where):
+    with blaming_lost(ranks, lost_ranks, why, where):
         try:
             publish(store, f"{key}/{rank}", record)
             if int(store.add(f"{key}/arrived", 1)) >= len(ranks):
@@ -213,7 +211,9 @@ def told(store: Any, key: str) -> DistError | None:
         if not store.check([f"{key}/outcome"]):
             return None
         found: DistError = fetch(store, f"{key}/outcome", partial(_outcome, read=_no_answer))
-    except _torch_distributed.DistNetworkError:
+    except _FAILURES as error:
+        if not _store_failed(error):
+            raise
         return None
     return found
 
@@ -264,14 +264,39 @@ def _lost_among(ranks: Sequence[int], lost_ranks: LostRanks) -> list[int]:
     return sorted({*lost_ranks()}.intersection(ranks))
 
 
+_FAILURES = (RuntimeError, ConnectionError)
+"""Classes of the errors of stores, which do not agree on one for a broken connection."""
+
+
+def _store_failed(error: BaseException) -> bool:
+    """Returns whether a store has gone; other errors of ours say what they mean."""
+    if isinstance(
+        error, (DistError, NotImplementedError)
+    ):  # the latter of a method that a user's store lacks
+        return isinstance(error, DistNetworkError)
+    return True
+
+
 @contextlib.contextmanager
-def _blaming_lost(ranks: Sequence[int], lost_ranks: LostRanks, why: Why, where: str) -> Iterator[None]:
-    """Names the rank with which the store has gone, whose end shows a little later."""
+def blaming_lost(ranks: Sequence[int], lost_ranks: LostRanks, why: Why, where: str) -> Iterator[None]:
+    """Names the rank with which the store has gone, whose end shows a little later.
+
+    Args:
+        ranks: that may have died.
+        lost_ranks: where deaths show.
+        why: what a loss means.
+        where: stands in front of a message.
+
+    Raises:
+        DistNetworkError: in place of any error of a store, where no rank is seen to have died with it.
+    """
     try:
         yield
-    except _torch_distributed.DistNetworkError as error:
+    except _FAILURES as error:
+        if not _store_failed(error):
+            raise
         end = time.monotonic() + _LOSS_LIMIT_S
-        while time.monotonic() < end:
+        while ranks and time.monotonic() < end:
             if lost := _lost_among(ranks, lost_ranks):
                 raise at(where, why(lost, True)) from error
             time.sleep(_LOSS_LIMIT_S / 20)
@@ -341,7 +366,7 @@ def join_group(
         there = store.check([f"{key}/conflict"])  # of a rank that takes itself for no member
         return mismatch(fetch(store, f"{key}/conflict", as_text)) if there else None
 
-    with _blaming_lost(members, lost_ranks, why, where):
+    with blaming_lost(members, lost_ranks, why, where):
         conflict = _conflict(store, f"{key}/first", rank, request)
         if conflict:
             publish(store, f"{key}/conflict", conflict)

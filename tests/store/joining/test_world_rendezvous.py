@@ -203,8 +203,12 @@ def test_what_a_member_asks_the_store_does_not_grow_with_their_number() -> None:
 class LostStore(dist.HashStore):
     """One whose keeper has died."""
 
+    def __init__(self, kind: type[Exception] = dist.DistNetworkError) -> None:
+        super().__init__()
+        self._kind = kind
+
     def set(self, key: str, value: str | bytes) -> None:
-        raise dist.DistNetworkError("the connection has ended")
+        raise self._kind("the connection has ended")
 
 
 def test_a_member_that_died_with_its_store_is_named() -> None:
@@ -214,9 +218,13 @@ def test_a_member_that_died_with_its_store_is_named() -> None:
     assert caught.value.rank == 2
 
 
-def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own() -> None:
-    with pytest.raises(dist.DistNetworkError, match="the connection has ended"):
-        join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: [1])
+@pytest.mark.parametrize(
+    "kind", [dist.DistNetworkError, torch_dist.DistNetworkError, torch_dist.DistStoreError, RuntimeError]
+)
+def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own(kind: type[Exception]) -> None:
+    with pytest.raises(dist.DistNetworkError, match="the connection has ended") as caught:
+        join_group(LostStore(kind), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: [1])
+    assert caught.value.rank == -1
 
 
 def test_the_last_one_to_come_deletes_the_keys_of_a_group() -> None:
