@@ -26,6 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -46,7 +47,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.secret import SECRET, WAY_OUT, derived_key
-from collectives.store.joining.agreement import Watch, exchange, fail, told
+from collectives.store.joining.agreement import Watch, blaming_lost, exchange, fail, told
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, fetch, publish
 from collectives.store.tcp.interfaces import choose_addresses
@@ -173,8 +174,9 @@ class _Forming:
             membership = self._follow(members[0])
             if membership is not None:
                 return membership
-            publish(self.store, f"{_APART}/{self.rank}", None)
-            self.store.set(_APART, "")
+            with self._asking():
+                publish(self.store, f"{_APART}/{self.rank}", None)
+                self.store.set(_APART, "")
             self.leaders[self.rank] = self.rank
             self.several = True
             members = [self.rank]
@@ -195,17 +197,26 @@ class _Forming:
     def _accept(self, host: _native.BootstrapLeader) -> list[int]:
         """Waits a moment for followers; goes on without those who cannot attach."""
         missing = host.accept(_SLICE_S)
-        if missing and self.store.check([_APART]):
-            for rank in missing:
-                if self.store.check([f"{_APART}/{rank}"]):
-                    fetch(self.store, f"{_APART}/{rank}", lambda record: record)
-                    delete_keys(self.store, [f"{_APART}/{rank}"])
-                    host.exclude(rank)
+        if self._exclude_apart(host, missing):
             missing = host.accept(0.0)
-        for rank in missing:
-            if has_gone(self.plan["addresses"][rank]):
-                self._raise_lost(rank)
+        gone = [rank for rank in missing if has_gone(self.plan["addresses"][rank])]
+        if self._exclude_apart(host, gone):  # who goes apart says so, then closes its socket
+            return host.accept(0.0)
+        if gone:
+            self._raise_lost(gone[0])
         return missing
+
+    def _exclude_apart(self, host: _native.BootstrapLeader, ranks: list[int]) -> bool:
+        """Goes on without those of these ranks that have said that they cannot attach, if any."""
+        with self._asking():
+            here = bool(ranks) and self.store.check([_APART])
+            apart = [rank for rank in ranks if here and self.store.check([f"{_APART}/{rank}"])]
+            for rank in apart:
+                fetch(self.store, f"{_APART}/{rank}", lambda record: record)
+        for rank in apart:
+            delete_keys(self.store, [f"{_APART}/{rank}"])
+            host.exclude(rank)
+        return bool(apart)
 
     def _follow(self, leader: int) -> _native.Membership | None:
         """Attaches the memory of a leader; ``None`` where that is not possible from here."""
@@ -330,6 +341,10 @@ class _Forming:
     def _scope(self) -> str:
         return f"{getattr(self.store, 'scope', '')}{_KEY}/"
 
+    def _asking(self) -> AbstractContextManager[None]:
+        """Around what asks the store outside of an exchange; an error of the store is not this rank's."""
+        return blaming_lost((), tuple, self._why, self.where)
+
     def _meet(
         self,
         name: str,
@@ -407,7 +422,8 @@ class _Forming:
         descriptors open until the next garbage collection.
         """
         text = str(error)
-        if text.startswith(self.where):  # of an exchange, which all have heard
+        # Of an exchange, which all have heard, unless the store has failed this rank alone.
+        if text.startswith(self.where) and not isinstance(error, DistNetworkError):
             return type(error)(text, **error.details())
         if not text.startswith("[rank"):  # of this rank, which is at fault where no other is known to be
             named = self.rank if error.rank < 0 and not isinstance(error, PeerLostError) else error.rank

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as torch_dist
 from counted_store import CountedStore
 from harness import current_store, run_ranks
 
@@ -237,6 +239,74 @@ def test_who_need_not_be_asked_gets_no_connection(
     known(listener).check(ranks, since)
     with pytest.raises(BlockingIOError):
         listener.accept()
+
+
+# ---- a leader that waits for those who share its memory --------------------------------------------------
+
+
+class FailingStore(PrefixStore):
+    """Fails who asks it whether a rank goes apart."""
+
+    kind: type[Exception]
+
+    def check(self, keys: Any) -> bool:
+        if keys == [rendezvous._APART]:
+            raise self.kind("the connection has ended")
+        return super().check(keys)
+
+
+def lose_the_store(rank: int, size: int, kind: type[Exception]) -> tuple[type, int, str]:
+    store = current_store()
+    group_store = FailingStore("group", store)
+    group_store.kind = kind
+
+    def never_follow(*_: Any) -> None:
+        store.wait(["lost"])
+        raise PeerLostError("enough", 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous._Forming, "_follow", never_follow)
+        with pytest.raises(DistError) as caught:
+            ProcessGroupHost(group_store, rank, size, LIMIT, group_name="group")
+    store.set("lost", "")
+    store.set(f"done{rank}", "")
+    store.wait([f"done{each}" for each in range(size)])
+    return type(caught.value), caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [DistNetworkError, torch_dist.DistNetworkError, RuntimeError])
+def test_a_rank_is_not_at_fault_where_the_store_fails(kind: type[Exception]) -> None:
+    found, rank, text = run_ranks(lose_the_store, 2, kind)[0]
+    assert (found, rank) == (DistNetworkError, -1)
+    assert text.startswith("[rank 0] ")
+    assert "the store failed; whoever kept it may have died: the connection has ended" in text
+
+
+def go_apart_late(rank: int, size: int) -> float:
+    store = current_store()
+    group_store = PrefixStore("group", store)
+
+    def follow_nobody(*_: Any) -> None:
+        store.wait(["looked"])
+
+    def see_the_socket_close(address: str) -> bool:
+        store.set("looked", "")
+        group_store.wait([f"{rendezvous._APART}/1", rendezvous._APART])
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous._Forming, "_follow", follow_nobody)
+        if rank == 0:
+            patch.setattr(rendezvous, "has_gone", see_the_socket_close)
+        group = ProcessGroupHost(group_store, rank, size, LIMIT, group_name="group")
+    tensor = torch.ones(1)
+    group.allreduce([tensor]).wait()
+    group.shutdown()
+    return tensor.item()
+
+
+def test_a_rank_that_goes_apart_is_not_taken_for_dead() -> None:
+    assert run_ranks(go_apart_late, 2) == [2.0, 2.0]
 
 
 # ---- what it asks of the store -----------------------------------------------------------------------------
