@@ -270,11 +270,9 @@ _FAILURES = (RuntimeError, ConnectionError)
 
 def _store_failed(error: BaseException) -> bool:
     """Returns whether a store has gone; other errors of ours say what they mean."""
-    if isinstance(
-        error, (DistError, NotImplementedError)
-    ):  # the latter of a method that a user's store lacks
-        return isinstance(error, DistNetworkError)
-    return True
+    if isinstance(error, NotImplementedError):  # a user's store may lack a method
+        return False
+    return isinstance(error, DistNetworkError) or not isinstance(error, DistError)
 
 
 @contextlib.contextmanager
