@@ -209,9 +209,9 @@ def why_no_torch(name: str, device: str = "cpu") -> str | None:
 
 
 def nccl_version() -> str:
-    """Returns the versions of torch's TORCH_NCCL and of torch in words."""
+    """Returns the versions of torch's NCCL and of torch in words."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return f"TORCH_NCCL {'.'.join(map(str, version))} by way of torch {torch.__version__}"
+    return f"NCCL {'.'.join(map(str, version))} by way of torch {torch.__version__}"
 
 
 def open_torch(name: str, redop: str) -> Bind:
@@ -232,7 +232,7 @@ def why_torch_refuses(
     """Returns why a peer cannot do an operation, ``None`` where it can; tries it, so all ranks call it.
 
     Raises:
-        torch.distributed.DistBackendError: TORCH_NCCL failed; that is no refusal.
+        torch.distributed.DistBackendError: NCCL failed; that is no refusal.
     """
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     given = torch.zeros(operation.input_count(size, rank, size), dtype=dtype, device=device)
