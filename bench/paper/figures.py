@@ -361,7 +361,7 @@ def _intervals(panel: str, records: Sequence[Measured]) -> Chart:
         taken = [(str(one.cell["ranks"]), ns) for one in records for ns in usual_samples(one, i)["iteration"]]
         at, values = [ranks for ranks, _ in taken], [ns / 1e9 for _, ns in taken]
         curves.append(Curve(series["name"], at, values, look="boxes"))
-    return Chart(panel, "ranks", f"{_LATENCY}; triangle: mean", curves, log="")
+    return Chart(panel, "ranks", f"{_LATENCY}; dashed line: mean", curves, log="")
 
 
 def _losses(panel: str, records: Sequence[Measured]) -> Chart:
