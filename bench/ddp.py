@@ -60,6 +60,7 @@ from collectives.bench.core.arguments import (
     options_from,
     parse_names,
     show_progress,
+    positive,
 )
 from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
@@ -653,7 +654,7 @@ class Options(PlacementOptions):
     batch: int | None = option(None, "--batch", type=at_least(1), metavar="N")
     iterations: int | None = option(None, "--iters", type=at_least(1), metavar="N")
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
-    budget_s: float = option(60.0, "--budget", type=float, metavar="SECONDS")
+    budget_s: float = option(60.0, "--budget", type=positive, metavar="SECONDS")
     bucket_cap_mb: float | None = option(None, "--bucket-cap", type=float, metavar="MB")
 
     def __post_init__(self) -> None:

@@ -9,7 +9,14 @@ import torch
 
 from collectives.bench.comparison.operations import OPERATIONS, REDUCTIONS, rounded_count
 from collectives.bench.comparison.peers import MPI4PY, is_mpi4py, is_own_backend, split_name
-from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, parse_sizes_argument
+from collectives.bench.core.arguments import (
+    at_least,
+    option,
+    parse_counts,
+    parse_names,
+    parse_sizes_argument,
+    positive,
+)
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.ranks import PlacementOptions
 from collectives.bench.core.text import format_bytes, parse_sizes
@@ -96,7 +103,7 @@ class Options(PlacementOptions):
     in_place: bool = option(True, "--out-of-place", action="store_false")
     calls: int | None = option(None, "--iters", type=at_least(1), metavar="N")
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
-    budget_s: float = option(40.0, "--budget", type=float, metavar="SECONDS")
+    budget_s: float = option(40.0, "--budget", type=positive, metavar="SECONDS")
     mpis: tuple[tuple[str, str], ...] = option((), "--mpi", type=_parse_mpis, metavar="NAME=FOLDER,...")
 
     def __post_init__(self) -> None:

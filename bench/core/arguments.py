@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import inspect
+import math
 import re
 import shlex
 import sys
@@ -56,6 +57,17 @@ def at_least(least: int) -> Callable[[str], int]:
 
     number.__name__ = "int"
     return number
+
+
+def positive(text: str) -> float:
+    """Returns the number of a command-line argument, which must be finite and more than 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and more than 0, but is {value:g}")
+    return value
+
+
+positive.__name__ = "float"  # argparse names it in messages
 
 
 def parse_names(text: str) -> tuple[str, ...]:

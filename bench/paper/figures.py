@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.bench.comparison.peers import TORCH
-from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names
+from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, positive
 from collectives.bench.core.ranks import PlacementOptions
 from collectives.bench.core.records import SCHEMA, BaseReport, Chart, Curve, Table, Timing, curve_of
 from collectives.bench.core.text import network_of
@@ -104,7 +104,7 @@ class Options(PlacementOptions):
     ranks: tuple[int, ...] = option((), "--nproc", type=parse_counts(2), metavar="N,...")
     batch: int | None = option(None, "--batch", type=at_least(1), metavar="N")
     lengths: tuple[tuple[str, int], ...] = option((), "--lengths", type=_parse_lengths, metavar="MODEL=N,...")
-    budget_s: float | None = option(None, "--budget", type=float, metavar="SECONDS")
+    budget_s: float | None = option(None, "--budget", type=positive, metavar="SECONDS")
     iterations: int | None = option(None, "--iterations", type=at_least(max(INTERVALS)), metavar="N")
     images: str = option("", "--images", type=_path, metavar="FILE")
 
