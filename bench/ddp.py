@@ -50,6 +50,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 import collectives
 from collectives.bench.comparison.operations import OPERATIONS as MEASURED
 from collectives.bench.comparison.operations import bus_factor
+from collectives.bench.comparison.peers import why_no_torch
 from collectives.bench.core.arguments import (
     add_files,
     add_options,
@@ -781,7 +782,9 @@ def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
 
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     def why_not(peer: Peer) -> tuple[str | None, str]:
-        return why_no_group(peer.backend, options.device) if peer.kind == "ours" else (None, "")
+        if peer.kind == "ours":
+            return why_no_group(peer.backend, options.device)
+        return why_no_torch(peer.backend, options.device) if peer.kind == "torch" else None, ""
 
     return usable(options.chosen_peers(), why_not, skipped)
 

@@ -218,12 +218,13 @@ def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(ranks, "why_unavailable", lambda name: None)
     monkeypatch.setattr(devices.CudaDevice, "why_unavailable", lambda self: None)
     skipped = []
-    usable = ddp._usable_peers(
-        ddp.Options(peers=("ours:nccl", "ours:round_robin:3", "torch:nccl"), device="cuda"), skipped
-    )
-    assert [str(peer) for peer in usable] == ["ours:nccl", "torch:nccl"]
+    peers = ("ours:nccl", "ours:round_robin:3", "torch:gloo", "torch:collectives_mpi", "torch:glo", "alone")
+    usable = ddp._usable_peers(ddp.Options(peers=peers, device="cuda"), skipped)
+    assert [str(peer) for peer in usable] == ["ours:nccl", "torch:gloo", "alone"]
     assert [(one.peer, one.reason) for one in skipped] == [
-        ("ours:round_robin:3", "serves tensors on cpu, and this measures tensors on cuda")
+        ("ours:round_robin:3", "serves tensors on cpu, and this measures tensors on cuda"),
+        ("torch:collectives_mpi", "serves no tensors on cuda"),
+        ("torch:glo", "torch.distributed has no backend 'glo' here"),
     ]
     assert [*map(str, ddp.Options(device="cuda", hooks=("none", "fp16")).chosen_peers())] == [
         "ours:nccl",
