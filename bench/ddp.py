@@ -60,8 +60,8 @@ from collectives.bench.core.arguments import (
     option,
     options_from,
     parse_names,
-    show_progress,
     positive,
+    show_progress,
 )
 from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
@@ -298,6 +298,7 @@ class TrainingReport(BaseReport[TrainingRecord]):
     """All that the program found out."""
 
     __slots__ = ()
+    SCHEMA = 2
 
     def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
         """Returns a record as plain values, with its ratios."""

@@ -85,6 +85,8 @@ def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
 class Report(BaseReport[Row]):
     """The rows of a run."""
 
+    SCHEMA = 2
+
     def record_as_json(self, record: Row) -> dict[str, Any]:
         """Returns a row as plain values."""
         return asdict(record) | {"verdict": record.verdict.value}

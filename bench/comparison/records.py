@@ -83,6 +83,7 @@ class Report(BaseReport[Record]):
     """All that a comparison of peers found out."""
 
     __slots__ = ()
+    SCHEMA = 2
 
     def record_as_json(self, record: Record) -> dict[str, Any]:
         """Returns a record as plain values, with its bandwidths."""

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
 __all__ = [
-    "SCHEMA",
     "BaseReport",
     "Chart",
     "Curve",
@@ -23,9 +22,6 @@ __all__ = [
     "curve_of",
     "write_json",
 ]
-
-SCHEMA = 1
-"""Version of the JSON form; grows when a field changes its meaning or goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +202,9 @@ class BaseReport(ABC, Generic[_R]):
         skipped: peers that were not measured.
     """
 
+    SCHEMA: ClassVar[int] = 1
+    """Version of the JSON form of a program; grows when a field changes its meaning or goes."""
+
     program: str
     environment: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -215,7 +214,7 @@ class BaseReport(ABC, Generic[_R]):
     def as_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
         return {
-            "schema": SCHEMA,
+            "schema": self.SCHEMA,
             "program": self.program,
             "environment": dict(self.environment),
             "options": dict(self.options),

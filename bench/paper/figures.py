@@ -14,7 +14,7 @@ import numpy as np
 from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, positive
 from collectives.bench.core.ranks import PlacementOptions
-from collectives.bench.core.records import SCHEMA, BaseReport, Chart, Curve, Table, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, Timing, curve_of
 from collectives.bench.core.text import network_of
 from collectives.bench.models import MODELS
 from collectives.bench.paper.cells import (
@@ -515,8 +515,8 @@ def read_figure(file: Path) -> Report:
         ValueError: it holds something else, as KeyError and TypeError say too.
     """
     plain = json.loads(file.read_text(encoding="utf-8"))
-    if plain.get("schema", SCHEMA) != SCHEMA:
-        raise ValueError(f"{file} has schema {plain['schema']}, but this version reads {SCHEMA}")
+    if plain.get("schema", Report.SCHEMA) != Report.SCHEMA:
+        raise ValueError(f"{file} has schema {plain['schema']}, but this version reads {Report.SCHEMA}")
     records = [Measured(record["cell"], record["samples"]) for record in plain["records"]]
     return Report(f"paper {file.stem}", plain["environment"], plain["options"], records)
 

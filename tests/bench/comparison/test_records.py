@@ -11,7 +11,7 @@ from bench_reports import read_report
 
 from collectives.bench.comparison.operations import bus_factor
 from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.records import SCHEMA, Skipped, Timing, write_json
+from collectives.bench.core.records import Skipped, Timing, write_json
 
 TIMING = Timing(calls=5, median_us=2.0, p10_us=1.0, p90_us=4.0, min_us=0.5)
 RECORD = Record("all_reduce", "host", 4, 8000, 2000, "float32", "sum", True, TIMING, 0, TIMING, 0)
@@ -56,7 +56,7 @@ def test_json_round_trip(tmp_path):
     write_json(tmp_path / "host.json", report.as_json())
     assert read_report(tmp_path / "host.json").records[0].host == TIMING
     plain = json.loads(path.read_text())
-    assert plain["schema"] == SCHEMA
+    assert plain["schema"] == 2
     assert plain["records"][0]["loop"] is None
     assert plain["records"][1]["cold"]["busbw_gb_per_s"] == pytest.approx(6.0)
     assert plain["skipped"] == [

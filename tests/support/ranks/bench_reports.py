@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.records import SCHEMA, Skipped, Timing
+from collectives.bench.core.records import Skipped, Timing
 
 
 def read_report(path: Path) -> Report:
     """Returns the report in a file; what is no report raises."""
     plain = json.loads(path.read_text(encoding="utf-8"))
-    assert plain["schema"] == SCHEMA
+    assert plain["schema"] == Report.SCHEMA
     records = [_record(entry) for entry in plain["records"]]
     skipped = [Skipped(**entry) for entry in plain["skipped"]]
     return Report(plain["program"], plain["environment"], plain["options"], records, skipped)
