@@ -389,5 +389,5 @@ def _report(arguments: argparse.Namespace) -> int:
             print(text)
         else:
             arguments.page.write_text(text + "\n", encoding="utf-8")
-    _write_page(kept, [], arguments)
+        _write_page(kept, [], arguments)
     return 0

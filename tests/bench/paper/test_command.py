@@ -162,6 +162,16 @@ def test_kept_figures_become_one_page(tmp_path, capsys):
         assert f"<td>collectives bench paper {name} " in text
 
 
+def test_figures_that_cannot_be_drawn_are_told_in_a_line(tmp_path, capsys, monkeypatch):
+    def fail(report, arguments):
+        raise KeyError("rebuilt")
+
+    monkeypatch.setattr(command, "write_html", fail)
+    kept = Path(__file__).parents[3] / "docs" / "paper"
+    assert main(["bench", "paper", "report", "--json", str(kept)]) == 1
+    assert capsys.readouterr().err == "collectives: 'rebuilt'\n"
+
+
 def test_samples_of_a_quick_run_are_not_mixed_with_others(tmp_path, capsys):
     kept = {
         "schema": 1, "program": "paper fig6", "environment": describe_machine(),
