@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import collectives
@@ -31,6 +33,7 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.machine import usable_cores
 from collectives.bench.core.page import write_page
+from collectives.bench.core.ranks import Placement, PlacementOptions
 from collectives.bench.core.records import write_json
 from collectives.bench.core.text import header_lines, report_lines
 from collectives.bench.models import (
@@ -128,10 +131,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the demo; returns 0, or 1 where a check failed.
 
     Raises:
-        CommandError: a package is missing or a rank failed.
+        CommandError: a package is missing, the sizes do not fit, or a rank failed.
     """
     _check_packages()
     begin = time.monotonic()
+    with failing_as_command(ValueError):
+        options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
     with failing_as_command(RankFailedError):
         outcome = train_in_parallel(arguments.nproc, arguments.steps)
         print(
@@ -141,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
         for name, found, _ in checks(outcome):
             print(f"  {name:36} {found}", flush=True)
         complaints = [f"{name}: {found}" for name, found, holds in checks(outcome) if not holds]
-        options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
         report = measure(options, show_progress, "demo")
     print("\n".join([*header_lines(report), *report_lines(report)]))
     wrong = sum(record.wrong_elements for record in report.records)
@@ -167,10 +171,13 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
     compared = min(steps, COMPARED_STEPS)
     print(f"Training on {ranks} ranks ...", flush=True)
-    results = collectives.launch(_train_rank, (recipe, compared), ranks)
+    # Ranks of the benches have this process's stderr, and so a terminal to show how far they are.
+    with PlacementOptions().start(_train_rank, ranks, recipe, compared) as processes:
+        results = processes.gather()
+    show_progress("")
     first = results[0]
     torch.set_num_threads(usable_cores())
-    difference = (first["compared"] - train_alone(ranks, recipe, compared)).abs().max().item()
+    difference = np.abs(first["compared"] - train_alone(ranks, recipe, compared).numpy()).max()
     digits = load_digits()
     return Outcome(
         ranks=ranks,
@@ -180,17 +187,19 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
         test_images=len(digits.test),
         test_accuracy=first["accuracy"],
         compared_steps=compared,
-        max_abs_difference=difference,
-        ranks_identical=all(torch.equal(result["final"], first["final"]) for result in results),
+        max_abs_difference=float(difference),
+        ranks_identical=all(np.array_equal(result["final"], first["final"]) for result in results),
         train_s=max(result["train_s"] for result in results),
     )
 
 
-def _train_rank(recipe: Recipe, compared: int) -> dict[str, Any]:
-    """Trains on one rank, and returns what is compared."""
-    collectives.init_process_group("host")
-    rank, size = collectives.get_rank(), collectives.get_world_size()
-    torch.set_num_threads(max(1, usable_cores() // size))
+def _train_rank(
+    rank: int, connection: Connection, placement: Placement, recipe: Recipe, compared: int
+) -> None:
+    """Trains on one rank, and sends what is compared."""
+    placement.take(rank)
+    torch.set_num_threads(max(1, usable_cores() // placement.size))
+    placement.initialize(rank, "host")
     digits = load_digits()
     group = round_robin_process_groups([collectives.new_group() for _ in range(LANES)])
     model = build_model(seed=rank)
@@ -199,18 +208,20 @@ def _train_rank(recipe: Recipe, compared: int) -> dict[str, Any]:
 
     def after_step(step: int, loss: float) -> None:
         if step == compared:
-            result["compared"] = flat_parameters(model)
+            result["compared"] = flat_parameters(model).numpy()
         if rank == 0:
             show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
 
     begin = time.monotonic()
-    train_digits(parallel, digits.train, recipe, batches(digits.train, recipe, rank, size), after_step)
+    train_digits(
+        parallel, digits.train, recipe, batches(digits.train, recipe, rank, placement.size), after_step
+    )
     result["train_s"] = time.monotonic() - begin
-    result["final"] = flat_parameters(model)
+    result["final"] = flat_parameters(model).numpy()
     result["accuracy"] = accuracy(model, digits.test)
     collectives.barrier()
     collectives.destroy_process_group()
-    return result
+    connection.send(result)
 
 
 def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:

@@ -255,6 +255,13 @@ def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path, fresh_python):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_sizes_that_cannot_be_measured_are_told_before_the_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "train_in_parallel", lambda ranks, steps: pytest.fail("trained"))
+    assert main(["demo", "--sizes", "6", "--out", str(tmp_path / "out")]) == 1
+    assert "size 6 is no multiple of the 4 bytes of a float32 element" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_missing_packages_are_named_with_the_command(tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(
