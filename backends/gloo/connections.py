@@ -149,10 +149,12 @@ class Connections(Health):
 
     def _stop(self, tell: Callable[[], None]) -> None:
         """Ends all operations between ranks, here and on the peers, after these were told."""
-        tell()
-        self._close()
-        if self.cause is not None:
-            self.messages.abort(self.cause)
+        try:
+            tell()
+        finally:
+            self._close()
+            if self.cause is not None:
+                self.messages.abort(self.cause)
 
     def _close(self) -> None:
         """Closes the connections to all ranks; whoever waits on them, here or there, gets an error at once.

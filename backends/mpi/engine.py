@@ -11,6 +11,7 @@ published in the group's store, and whether processes have ended.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
@@ -135,7 +136,7 @@ _abandoned: list[MPIWork] = []
 
 
 class MPIWork(OperationWork):
-    """An operation in flight; :meth:`move`, :meth:`end` and :meth:`leave` are for the engine alone.
+    """An operation in flight; what is not of the contract is for the engine alone.
 
     Args:
         engine: the engine.
@@ -149,9 +150,13 @@ class MPIWork(OperationWork):
     Attributes:
         in_flight: the operation of the core, once it has begun.
         done: whether it is done or failed, as far as is known.
+        released: whether MPI has done with its memory, or this stays for good.
     """
 
-    __slots__ = ("_after", "_behind", "_source", "deadline", "done", "in_flight", "keep", "nbytes", "since")
+    __slots__ = (
+        "_after", "_behind", "_source", "deadline", "done", "in_flight", "keep", "nbytes", "released",
+        "since",
+    )  # fmt: skip
 
     _owner: Engine
     in_flight: _native.MpiInFlight
@@ -174,22 +179,25 @@ class MPIWork(OperationWork):
         self.since = time.monotonic()
         self.deadline = self.since + operation.timeout.total_seconds()
         self.done = False
+        self.released = False
         self._source: int | None = None
 
     # ---- for the engine ------------------------------------------------------------------------------------
 
     def move(self) -> bool:
-        """Moves the operation on; returns whether it is over, raises an error of MPI or of its last step."""
+        """Moves the operation on; returns whether MPI has done with it, raises an error of MPI."""
         over = self.in_flight.advance()
         self._owner.raise_error_of(self.in_flight)
-        if not over or not all(work.done for work in self._behind):
-            return False
+        self.released = over and all(work.done for work in self._behind)
+        return self.released
+
+    def finish(self) -> None:
+        """Takes the last steps, and ends the operation; raises an error of theirs."""
         if self.receives:
             self._note_received()
         if self._after is not None:
             self._after()
         self.end(None)
-        return True
 
     @property
     def receives(self) -> bool:
@@ -398,7 +406,7 @@ class Engine(Health):
         """Returns what is in flight now."""
         with self.calling:
             self._take_unfinished()
-            return list(self._active)
+            return [work for work in self._active if not work.done]
 
     def _take_unfinished(self) -> None:
         """Takes over what a call began and, interrupted by a signal, did not hand over; needs the lock."""
@@ -471,7 +479,7 @@ class Engine(Health):
         if self.idle:
             return None
         ended = self._advance()
-        oldest = next(iter(self._active[:1]), None)
+        oldest = next((work for work in list(self._active) if not work.done), None)
         if oldest is not None:
             now = time.monotonic()
             if now - oldest.since > _CHECK_SECONDS or now > self._first_deadline():
@@ -488,24 +496,37 @@ class Engine(Health):
             if not taken[0]:
                 return None
             self._take_unfinished()
-            ended = [work for work in self._active if work.done or self._has_ended(work)]
-            if ended:
-                self._active = [work for work in self._active if not work.done]
+            ended = [work for work in list(self._active) if work.done or self._has_ended(work)]
+            for work in ended:
+                self._let_go(work)
         finally:
             if taken == [True]:
                 self.calling.release()
-        for work in ended:
-            work.tell_end()
+        self._tell_ends(ended)
         return len(ended)
 
     def _has_ended(self, work: MPIWork) -> bool:
         try:
-            return work.move()
+            if not work.move():
+                return False
         except self.library.mpi.Exception as error:
             work.end(self.failed(work.operation, error, work))
-        except RuntimeError as error:  # of its own last step; others are those of a signal's handler
+            return True
+        try:
+            work.finish()
+        except RuntimeError as error:  # where a signal's handler raises one, MPI at least has done
             work.end(error)
         return True
+
+    def _tell_ends(self, ended: Sequence[MPIWork]) -> None:
+        """Takes operations that have ended out of those in flight, each when it has told so.
+
+        The handler of a signal may raise at any time; the others are found again.
+        """
+        for work in ended:
+            work.tell_end()
+            with contextlib.suppress(ValueError):  # another thread has done so
+                self._active.remove(work)
 
     # ---- failure -------------------------------------------------------------------------------------------
 
@@ -514,9 +535,13 @@ class Engine(Health):
 
     def _check_failures(self, now: float, waiting: MPIWork) -> None:
         """Looks for what MPI does not tell: time limits, aborts of other ranks, processes that ended."""
-        expired = next((work for work in list(self._active) if now > work.deadline), None)
+        expired = next((work for work in list(self._active) if now > work.deadline and not work.done), None)
         if expired is not None:
             self.expire(expired.operation, expired.end)
+            with self.lock:  # under which whoever breaks the group ends the operation that it is for
+                stays = not expired.done
+            if stays:  # a signal's handler raised within what broke the group before
+                self._fail_all()
             return
         if now < self._check_at or now - waiting.since < _CHECK_SECONDS / 2 or self.over:
             return
@@ -541,6 +566,7 @@ class Engine(Health):
         """
         what, about = f"{self.where} {operation}:", operation.about
         if error.Get_error_class() == self.library.mpi.ERR_TRUNCATE and operation.name == "recv":
+            work.released = True
             return DistBackendError(f"{what} the message is longer than the tensor that receives it", **about)
         lost = self.find_lost()
         if lost is not None:
@@ -557,27 +583,32 @@ class Engine(Health):
         text = f"{self.where} {work.operation}: this rank {reason}"
         broken = GroupAbortedError(text, self.rank, cause=reason.cause, **work.operation.about)
         self.break_by(broken, Departure(self.rank, reason), work.end)
+        work.end(broken)  # where the group was broken before
 
     def _stop(self, tell: Callable[[], None]) -> None:
         """Ends everything in flight with errors, after the other ranks were told."""
-        tell()
-        self._fail_all()
+        try:
+            tell()
+        finally:
+            self._fail_all()
 
     def _fail_all(self) -> None:
         with self.calling:
             self._take_unfinished()
-            failing, self._active = self._active, []
+            failing = list(self._active)
             for work in failing:
                 work.end(self.stopped_error(work.operation))
                 self._let_go(work)
-        for work in failing:
-            work.tell_end()
+        self._tell_ends(failing)
 
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
+        if work.released:
+            return
         if work.receives and self.library.may_call():
             work.in_flight.cancel()
         _abandoned.append(work)
+        work.released = True
 
     # ---- life ----------------------------------------------------------------------------------------------
 

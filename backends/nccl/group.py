@@ -156,8 +156,10 @@ class ProcessGroupNCCL(MonitoredGroup):
                     pending.fail(failures.stopped_error(pending.operation))
             loopback.clear()
             communicators.begin_abort()
-            yield
-            communicators.abort()
+            try:
+                yield
+            finally:
+                communicators.abort()
 
         failures = self._health = Failures(
             store, self._rank, self._size, self.where(), ending, Log().of(self)

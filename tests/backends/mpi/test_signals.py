@@ -7,7 +7,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from harness import current_store
 from mpi_team import Teams
 
 import collectives as dist
+from collectives import GroupAbortedError, ProcessGroup
+from collectives.backends.mpi.engine import Engine, MPIWork, progress_thread
 
 
 def interrupted(rank: int, size: int) -> None:
@@ -200,3 +206,90 @@ def interrupted_in_stages(rank: int, size: int, turns: int) -> None:
 
 def test_signals_during_a_large_all_reduce(mpi: Teams) -> None:
     mpi.run(interrupted_in_stages, 2, 20, backend=None)
+
+
+@contextmanager
+def raising_once(owner: Any, name: str, error: type[BaseException]) -> Iterator[None]:
+    """Raises once where a method begins, as a signal's handler may, which runs on the main thread alone."""
+    method, raised = getattr(owner, name), []
+
+    def call(*args: Any) -> Any:
+        if not raised and threading.current_thread() is threading.main_thread():
+            raised.append(name)
+            raise error("of a handler")
+        return method(*args)
+
+    with mock.patch.object(owner, name, call):
+        yield
+    assert raised
+
+
+def raises_while_others_are_told(group: ProcessGroup) -> None:
+    """The operation that passed its limit has its error, and the other one ends, too."""
+    with mock.patch.object(progress_thread, "serve"):  # left to the thread that waits
+        group.allreduce(torch.ones(3)).wait()
+        me = group.rank()
+        waits = group.recv(torch.ones(1), me, 1)
+        group.set_timeout(timedelta(seconds=0.3))
+        with raising_once(Engine, "publish", KeyboardInterrupt):
+            passes = group.recv(torch.ones(1), me, 2)
+            with pytest.raises(KeyboardInterrupt):
+                passes.wait()
+            with pytest.raises(dist.CollectiveTimeoutError, match="passed its time limit"):
+                passes.wait()
+            with pytest.raises(GroupAbortedError):
+                waits.wait(timedelta(seconds=5))
+        group.abort()
+
+
+def raises_before_others_are_told(group: ProcessGroup) -> None:
+    """What nobody has ended ends at its own limit."""
+    with mock.patch.object(progress_thread, "serve"):  # left to the thread that waits
+        group.allreduce(torch.ones(3)).wait()
+        group.set_timeout(timedelta(seconds=1.5))
+        waits = group.recv(torch.ones(1), group.rank(), 1)
+        with raising_once(Engine, "_stop", KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                group.abort()
+            with pytest.raises(GroupAbortedError, match="aborted"):
+                waits.wait(timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("when", [raises_while_others_are_told, raises_before_others_are_told])
+def test_a_signal_while_a_group_breaks(mpi: Teams, when: Callable[[ProcessGroup], None]) -> None:
+    mpi.run_alone(when, 2)
+
+
+def wait_for_all(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def raises_while_operations_move(group: ProcessGroup) -> None:
+    """It is no error of the operations: they go on, and who asks for their results has them."""
+    with mock.patch.object(progress_thread, "serve"):  # left to the thread that waits
+        me = group.rank()
+        group.allreduce(torch.ones(3)).wait()
+        for error, owner, name in (
+            (RuntimeError, Engine, "raise_error_of"),
+            (KeyboardInterrupt, MPIWork, "tell_end"),
+        ):
+            tensors = [torch.zeros(1) for _ in range(2)]
+            receives = [group.recv(tensor, me, tag) for tag, tensor in enumerate(tensors)]
+            futures = [receive.get_future() for receive in receives]
+            sends = [group.send(torch.full((1,), tag + 1.0), me, tag) for tag in range(2)]
+            with raising_once(owner, name, error):
+                with pytest.raises(error, match="of a handler"):
+                    wait_for_all([*sends, *receives])
+                wait_for_all([*sends, *receives])
+                other = group.recv(torch.zeros(1), me, 9)
+                until = time.monotonic() + 10
+                while not all(future.done() for future in futures) and time.monotonic() < until:
+                    other.is_completed()  # which looks after all
+                wait_for_all([group.send(torch.ones(1), me, 9), other])
+            assert [future.value()[0].item() for future in futures if future.done()] == [1.0, 2.0]
+            assert [tensor.item() for tensor in tensors] == [1.0, 2.0]
+
+
+def test_a_signal_while_operations_move_or_tell_their_end(mpi: Teams) -> None:
+    mpi.run(raises_while_operations_move, 2)
