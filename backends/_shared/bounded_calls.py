@@ -30,7 +30,8 @@ class BoundedCalls:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._calls = False
         self._latest: Future[Any] | None = None
 
     def __call__(
@@ -46,10 +47,17 @@ class BoundedCalls:
             look: called now and then while this one is waited for; an exception ends the wait.
 
         Raises:
-            NoAnswer: it has not returned in that time, or an earlier one still has not.
+            NoAnswer: it has not returned in that time, or an earlier one still has not; or this is called
+                by a signal's handler while its own thread waits here.
         """
         with self._lock:
-            return self._call(function, seconds, look)
+            if self._calls:
+                raise NoAnswer(f"a call of {self._name} is under way on this thread")
+            try:
+                self._calls = True
+                return self._call(function, seconds, look)
+            finally:
+                self._calls = False
 
     def _call(self, function: Callable[[], _T], seconds: float, look: Callable[[], object] | None) -> _T:
         latest = self._latest

@@ -371,7 +371,9 @@ class Health:
         cause = self.cause
         known = {cause.rank} if isinstance(cause, PeerLostError) and cause.rank >= 0 else set()
         ended, _ = self._ask(self._seen_to_end)
-        return sorted(known | (ended or set()))
+        if ended is None:  # the store does not answer
+            ended = {departure.rank for departure in self._ended(asks=False)}
+        return sorted(known | ended)
 
     def _seen_to_end(self) -> set[int]:
         with contextlib.suppress(Exception):  # the store went with one of them

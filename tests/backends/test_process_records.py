@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -79,3 +81,37 @@ def test_departures(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None
     spoilt = '"0"' if secret is None else json.dumps(replace(current_process(), start=77).to_bytes().hex())
     store.set("x/health/process/4", spoilt)
     assert found(Health(PrefixStore("x", store), 0, 5, ""))[0] == 1
+
+
+class SilentStore(PrefixStore):
+    """A store that answers until it is told not to."""
+
+    answers = threading.Event()
+
+    def _check(self, keys: list[str]) -> bool:
+        self.answers.wait()
+        return super()._check(keys)
+
+
+def test_ends_are_known_though_the_store_does_not_answer_or_a_handler_asks() -> None:
+    store = SilentStore("x", dist.HashStore())
+    store.answers.set()
+    ended = replace(current_process(), pid=ended_process(), start=77)
+    publish(PrefixStore("health", store), "process/1", ended.to_bytes().hex())
+    health = Health(store, 0, 3, "")
+    assert health.lost_ranks() == [1]
+    told: list[list[int]] = []
+
+    def asks(*_: object) -> None:
+        told.append(health.lost_ranks())
+
+    before = signal.signal(signal.SIGALRM, asks)
+    try:
+        store.answers.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert health.lost_ranks() == [1]
+        assert told == [[1]]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        store.answers.set()
