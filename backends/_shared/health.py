@@ -12,7 +12,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import compress
 from typing import Any, ClassVar, TypeVar
 
@@ -263,27 +263,39 @@ class Health:
 
     def _other_ranks(self, operation: Operation) -> tuple[list[int], str]:
         """Returns which ranks had not come, and what each waits in; as far as they have published it."""
-        waiting, error = self._ask(self.waiting)
-        if waiting is None:  # it went with a rank, or somebody else writes to it
+        read_words, error = self._ask(self._read_waiting)
+        if read_words is None:  # it went with a rank, or somebody else writes to it
             if isinstance(error, NoAnswer):
                 return [], "The store does not answer, so that nobody knows what the other ranks wait in"
             return [], f"Nothing is known of the other ranks, as the group's store does not say: {error}"
         # All who wait in it have said so by then, and nobody leaves it before all have come.
         tells = operation.needs_all and operation.timeout.total_seconds() > self._told_seconds
+        unknown = {rank: word for rank, word in read_words.items() if isinstance(word, DistStoreError)}
+        waiting = {rank: word for rank, word in read_words.items() if isinstance(word, str)}
         came = {rank for rank, text in waiting.items() if text.partition(" (")[0] == operation.short}
         missing = [rank for rank in waiting if tells and rank not in came]
-        return missing, "; ".join(self._waits(*one) for one in waiting.items()) or self._alone
+        said = self._waits(waiting)
+        said += [f"nothing is known of rank {rank}: {error}" for rank, error in unknown.items()]
+        return missing, "; ".join(said) or self._alone
 
-    def waiting(self) -> dict[int, str]:
-        """Returns what each other rank has said that it waits in; empty where it has said nothing."""
-        keys = {rank: f"waiting/{rank}" for rank in range(self.size) if rank != self.rank}
-        return {
-            rank: fetch(self._store, key, as_text) if self._store.check([key]) else ""
-            for rank, key in keys.items()
-        }
+    def _read_waiting(self) -> dict[int, str | DistStoreError]:
+        """Returns what each other rank has said that it waits in, or why its word does not count."""
+        found: dict[int, str | DistStoreError] = {}
+        for rank in range(self.size):
+            key = f"waiting/{rank}"
+            if rank != self.rank:
+                value = self._store.get(key) if self._store.check([key]) else None
+                try:
+                    found[rank] = "" if value is None else read(self._store, key, value, as_text)
+                except DistStoreError as error:
+                    found[rank] = error
+        return found
 
-    def _waits(self, rank: int, text: str) -> str:
-        return f"rank {rank} waits in {text or 'no operation of this group'}"
+    def _waits(self, waiting: Mapping[int, str]) -> list[str]:
+        """Returns in words what ranks wait in; empty where one has said nothing."""
+        return [
+            f"rank {rank} waits in {text or 'no operation of this group'}" for rank, text in waiting.items()
+        ]
 
     # ---- who is gone ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ from collectives.backends.mpi.libmpi import Library
 from collectives.core.operations import OPERATIONS, Call, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
 from collectives.core.types import ReduceOp
-from collectives.errors import DistBackendError, DistError, GroupAbortedError
+from collectives.errors import DistBackendError, DistError, GroupAbortedError, ranks_in_words
 from collectives.forks import belongs_to_parent, call_in_forked_children
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
@@ -556,8 +556,17 @@ class Engine(Health):
             if taken == [True]:
                 self._checking.release()
 
-    def _waits(self, rank: int, text: str) -> str:
-        return f"rank {rank} waited last in {text}" if text else f"no word of waiting from rank {rank}"
+    def expire(self, operation: Operation, first: Callable[[DistError], object], hint: str = "") -> None:
+        """Breaks the group for an operation that passed its time limit, perhaps before the first look."""
+        if self.cause is None:
+            self.publish_waiting(operation)
+        super().expire(operation, first, hint)
+
+    def _waits(self, waiting: Mapping[int, str]) -> list[str]:
+        known = [f"rank {rank} waited last in {text}" for rank, text in waiting.items() if text]
+        if silent := [rank for rank, text in waiting.items() if not text]:
+            known.append(f"no word of waiting from {ranks_in_words(silent)}")
+        return known
 
     def failed(self, operation: Operation, error: Any, work: MPIWork) -> DistError:
         """Returns what to raise for an error of MPI in an operation; it breaks the group.

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from collectives import DistError, GroupAbortedError, PeerLostError
+from collectives import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 from collectives.backends._shared.exit_reasons import Departure
 from collectives.backends._shared.health import Health
+from collectives.backends._shared.operation import Operation
+from collectives.core.recording.flight_record import FlightRecord
 from collectives.store import PrefixStore
 from collectives.store.process import current_process
 from collectives.store.records import publish
@@ -115,3 +118,19 @@ def test_ends_are_known_though_the_store_does_not_answer_or_a_handler_asks() -> 
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         store.answers.set()
+
+
+def test_a_word_that_does_not_count_hides_no_other() -> None:
+    store = dist.HashStore()
+    ranks = [Health(store, rank, 4, "") for rank in range(4)]
+    ranks[2].publish_waiting("barrier #1 (of all)")
+    ranks[3].publish_waiting("all_reduce #2 (of 3 elements)")
+    store.set("health/waiting/1", "all_reduce #2")
+    operation = Operation(FlightRecord(lambda _: None), "all_reduce", 2, [], timedelta(seconds=5))
+    raised: list[DistError] = []
+    ranks[0].expire(operation, raised.append)
+    (error,) = raised
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 2 waits in barrier #1 (of all); rank 3 waits in all_reduce #2" in str(error)
+    assert "nothing is known of rank 1: the store holds something unusable" in str(error)
+    assert error.missing_ranks == (2,)

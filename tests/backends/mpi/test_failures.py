@@ -312,6 +312,22 @@ def test_a_rank_takes_no_message_at_the_rendezvous(mpi: Teams) -> None:
     assert results[0] < 15
 
 
+def short_limit(group: ProcessGroup) -> None:
+    """A limit that passes before the first look at the others: those hear all the same what waited."""
+    group.allreduce(torch.ones(3)).wait()
+    gate("ready", group)
+    if group.rank() == 0:
+        group.set_timeout(timedelta(seconds=0.05))
+        with pytest.raises(CollectiveTimeoutError, match="no word of waiting from ranks 1, 2"):
+            group.recv(torch.ones(3), 1).wait()
+        assert b"recv #1" in group.get_group_store().get("mpi/health/waiting/0")
+    gate("over", group)
+
+
+def test_a_short_limit_passes(mpi: Teams) -> None:
+    mpi.run_alone(short_limit, 3)
+
+
 class StuckCommunicator:
     """A communicator whose end waits for a rank that does not come."""
 
