@@ -36,6 +36,7 @@ from collectives.core.recording.flight_record import BegunByCore, FlightRecord, 
 from collectives.core.types import ReduceOp
 from collectives.errors import DistBackendError, DistError, GroupAbortedError, ranks_in_words
 from collectives.forks import belongs_to_parent, call_in_forked_children
+from collectives.store.waiting import delete_keys
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
 
@@ -308,6 +309,7 @@ class Engine(Health):
         timeout: Callable[[], timedelta],
     ) -> None:
         super().__init__(store, rank, size, where)
+        self._shared = store
         self.library = library
         self.calling = library.lock()
         self._active: list[MPIWork] = []
@@ -620,6 +622,17 @@ class Engine(Health):
         work.released = True
 
     # ---- life ----------------------------------------------------------------------------------------------
+
+    def note_creation(self) -> None:
+        """Tells the others that this rank makes its communicators; raises the store's errors."""
+        self._shared.set(f"calls/{self.rank}", "")
+
+    def not_in_creation(self) -> list[int]:
+        """Returns the ranks that have not come to it; raises the store's errors."""
+        return [rank for rank in range(self.size) if not self._shared.check([f"calls/{rank}"])]
+
+    def _delete_keys(self) -> None:
+        delete_keys(self._shared, [f"calls/{rank}" for rank in range(self.size)])
 
     def leave_to_parent(self) -> None:
         """Fails, in a forked child, what is under way there, and leaves MPI alone."""

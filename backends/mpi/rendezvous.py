@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from collectives.backends._shared.health import Health
+from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import Library, job_size_error, library
 from collectives.core.types import default_pg_timeout
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError, ranks_in_words
@@ -126,7 +126,7 @@ def _complete(started: Library, requests: list[Any], timeout: timedelta, what: s
 
 
 def make_communicators(
-    library: Library, options: GroupOptions, where: str, health: Health
+    library: Library, options: GroupOptions, where: str, engine: Engine
 ) -> tuple[Any, Any]:
     """Returns two communicators of the group: for collectives and users' messages, and for its own messages.
 
@@ -145,7 +145,7 @@ def make_communicators(
     if options.size > world.Get_size():
         raise DistBackendError(f"{where} {job_size_error(world.Get_size(), options.size)}")
     end = time.monotonic() + options.timeout.total_seconds()
-    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where, health)
+    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where, engine)
     first = zlib.crc32(options.group_name.encode()) % (_CREATION_TAGS // 2) * 2
 
     def create() -> tuple[Any, Any]:
@@ -164,16 +164,16 @@ def make_communicators(
             whole.Free()
         return made[0], made[1]
 
-    health.publish_waiting(_CREATION)
+    engine.note_creation()
     try:
         left = max(_LEAST_SECONDS, end - time.monotonic())
-        made = library.within(left, create, partial(health.check_missing, _CREATION))
+        return library.within(left, create, partial(engine.check_missing, _CREATION))
     except mpi.Exception as error:
         raise DistBackendError(
             f"{where} MPI cannot make a communicator: {error}; destroy groups that are no longer used"
         ) from error
     except TimeoutError as error:
-        late = [rank for rank, text in health.waiting().items() if text != _CREATION]
+        late = engine.not_in_creation()
         who = f"{ranks_in_words(late)} came and did not call it" if late else "all ranks have called it"
         raise CollectiveTimeoutError(
             f"{where} {_CREATION} has not returned within {options.timeout.total_seconds():g} s of making "
@@ -181,11 +181,9 @@ def make_communicators(
             late[0] if late else -1,
             missing_ranks=late,
         ) from error
-    health.publish_waiting(None)
-    return made
 
 
-def _world_ranks(library: Library, options: GroupOptions, where: str, health: Health) -> list[int]:
+def _world_ranks(library: Library, options: GroupOptions, where: str, engine: Engine) -> list[int]:
     """Returns the members' ranks in MPI's world, by group rank."""
     world = library.mpi.COMM_WORLD
     mine = {
@@ -206,7 +204,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str, health: He
         combine=list,
         read=partial(_processes, options.size),
         late=CollectiveTimeoutError,
-        lost_ranks=health.lost_ranks,
+        lost_ranks=engine.lost_ranks,
     )
     for rank, other in enumerate(published):
         for what in ("library", "world", "job"):

@@ -312,6 +312,33 @@ def test_a_rank_takes_no_message_at_the_rendezvous(mpi: Teams) -> None:
     assert results[0] < 15
 
 
+def has_not_returned(rank: int, size: int) -> None:
+    """The call returns on rank 1, and not on rank 0: nobody is to blame for not having called it."""
+    store = current_store()
+    within = library().within
+
+    def stuck(_self: object, *about: Any) -> None:
+        within(*about)
+        store.wait(["made"])
+        raise TimeoutError
+
+    options = GroupOptions(PrefixStore("stuck", store), rank, size, group_name="stuck")
+    if rank == 1:
+        create_group("mpi", options)
+        store.set("made", "")
+        return
+    with (
+        mock.patch.object(type(library()), "within", stuck),
+        pytest.raises(CollectiveTimeoutError, match="all ranks have called it") as info,
+    ):
+        create_group("mpi", options)
+    assert info.value.missing_ranks == ()
+
+
+def test_a_rank_whose_call_has_returned_has_called_it(mpi: Teams) -> None:
+    mpi.run_alone(has_not_returned, 2, backend=None)
+
+
 def short_limit(group: ProcessGroup) -> None:
     """A limit that passes before the first look at the others: those hear all the same what waited."""
     group.allreduce(torch.ones(3)).wait()
