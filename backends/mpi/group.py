@@ -31,11 +31,18 @@ from collectives.backends.mpi.rendezvous import make_communicators
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, native_count
-from collectives.core.operations import ALL_REDUCE_COALESCED, ALL_REDUCE_INTO_TENSOR, BARRIER, Call, Operand
+from collectives.core.operations import (
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_REDUCE_INTO_TENSOR,
+    BARRIER,
+    Call,
+    Operand,
+)
 from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import nanoseconds
-from collectives.core.work import COMPLETED, Work
+from collectives.core.work import COMPLETED, CoalescedWork, FinishingWork, Work
 from collectives.errors import DistError
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
@@ -307,6 +314,14 @@ class ProcessGroupMPI(MonitoredGroup):
             sum(map(byte_count, keep)),
             [work for work in earlier if not work.operation.is_message],
         )
+
+    def _all_reduce_coalesced(self, call: Call) -> Work:
+        """As on every backend, but copies are back in memory for every stream when it is done."""
+        separate = dense_outputs(call.outputs, separate=True)
+        works = [self.issue(call.as_(ALL_REDUCE, [tensor])) for tensor in separate.stand_ins]
+        last_step = on_device(call.outputs, separate.last_step)
+        work = CoalescedWork(works)
+        return work if last_step is None else FinishingWork(work, last_step, call.outputs, call.async_op)
 
     def _parts(
         self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None
