@@ -340,7 +340,10 @@ def test_a_rank_whose_call_has_returned_has_called_it(mpi: Teams) -> None:
 
 
 def short_limit(group: ProcessGroup) -> None:
-    """A limit that passes before the first look at the others: those hear all the same what waited."""
+    """A limit that passes before the first look at the others: those hear all the same what waited.
+
+    All that is in flight on another rank ends with the same class.
+    """
     group.allreduce(torch.ones(3)).wait()
     gate("ready", group)
     if group.rank() == 0:
@@ -348,6 +351,12 @@ def short_limit(group: ProcessGroup) -> None:
         with pytest.raises(CollectiveTimeoutError, match="no word of waiting from ranks 1, 2"):
             group.recv(torch.ones(3), 1).wait()
         assert b"recv #1" in group.get_group_store().get("mpi/health/waiting/0")
+        current_store().set("passed", "")
+    elif group.rank() == 2:
+        current_store().wait(["passed"])
+        for work in [group.recv(torch.ones(3), 0, tag) for tag in (1, 2)]:
+            with pytest.raises(CollectiveTimeoutError, match="because rank 0 gave up: its recv #1 passed"):
+                work.wait()
     gate("over", group)
 
 
