@@ -155,12 +155,15 @@ def polls_a_later_one(group: ProcessGroup) -> None:
 
 def crossing_messages(group: ProcessGroup) -> None:
     """A callback receives what its peer sends in a later one."""
-    me, size = group.rank(), group.size()
+    following, previous = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     for _ in range(TURNS):
-        first, second = ones(group), ones(group)
+        first, second = (group.recv(torch.zeros(2), previous, tag) for tag in (3, 4))
         got = torch.zeros(2)
-        sent = second.get_future().then(lambda _: group.send(torch.ones(2), (me + 1) % size, 5).wait())
-        received = first.get_future().then(lambda _, got=got: group.recv(got, (me - 1) % size, 5).wait())
+        sent = second.get_future().then(lambda _: group.send(torch.ones(2), following, 5).wait())
+        received = first.get_future().then(lambda _, got=got: group.recv(got, previous, 5).wait())
+        group.barrier().wait()  # a callback that is added when its operation is done runs at once
+        for work in [group.send(torch.ones(2), following, tag) for tag in (3, 4)]:
+            work.wait()
         assert received.wait()
         assert sent.wait()
         assert got.tolist() == [1.0, 1.0]
