@@ -652,7 +652,7 @@ class Options(PlacementOptions):
     models: tuple[str, ...] | None = option(None, "--models", type=parse_names, metavar="NAME,...")
     peers: tuple[str, ...] | None = option(None, "--peers", type=parse_names, metavar="PEER,...")
     hooks: tuple[str, ...] | None = option(None, "--hooks", type=parse_names, metavar="NAME,...")
-    ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks(), metavar="N")
+    ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks, metavar="N")
     batch: int | None = option(None, "--batch", type=at_least(1), metavar="N")
     iterations: int | None = option(None, "--iters", type=at_least(1), metavar="N")
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")

@@ -92,7 +92,7 @@ class Options(PlacementOptions):
 
     backends: tuple[str, ...] | None = option(None, "--backends", type=parse_names, metavar="NAME,...")
     ranks: tuple[int, ...] = option(
-        (2,), "--nproc", type=parse_counts(1), default=(usual_ranks(),), metavar="N,..."
+        (2,), "--nproc", type=parse_counts(1), default=lambda: (usual_ranks(),), metavar="N,..."
     )
     sizes: tuple[int, ...] = option(
         tuple(parse_sizes(SIZES)), "--sizes", type=parse_sizes_argument, metavar="SIZES"

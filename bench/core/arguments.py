@@ -90,7 +90,7 @@ def option(default: Any, /, *flags: str, **words: Any) -> Any:
     """Returns a field of a program's options that its command line has, too.
 
     Args:
-        default: of the field, and of the command line unless the words name another.
+        default: of the field, and of the command line unless the words name another, or a function for it.
         flags: on the command line.
         words: further arguments of ``add_argument``.
     """
@@ -112,6 +112,8 @@ def add_options(
     for field in dataclasses.fields(kind):
         if field.metadata and field.name not in without:
             words = dict(field.metadata)
+            if callable(words["default"]):
+                words["default"] = words["default"]()
             default = defaults.get(field.name) or words["default"]
             shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else default
             about = said[field.name].rstrip(".")
