@@ -34,6 +34,8 @@ from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchEr
 from collectives.dynamo import Uncompiled
 from collectives.errors import DistBackendError
 
+__all__ = ["Join", "JoinHook", "Joinable"]
+
 _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 _SUM_NOW = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
 
