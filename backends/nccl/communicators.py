@@ -328,6 +328,11 @@ class Communicators:
                 _END_SECONDS,
             )
 
+    def await_abort(self, at_most: float) -> None:
+        """Waits for an abort that has begun, for so many seconds: its thread is in a call of NCCL."""
+        if self._asked.is_set() and self._thread is not None:
+            self._thread.join(max(at_most, 0.0))
+
     def destroy(self) -> None:
         """Ends all communicators, whose operations are done, together with the other ranks."""
         end = partial(self._end_all, "ending", Communicator.destroy)

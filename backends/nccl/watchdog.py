@@ -4,8 +4,8 @@ Ten times a second, while any is pending or could be replayed in a CUDA graph, i
 completed, has passed its time limit, or has met an error of its communicator. For one that has been pending
 for a second the group asks the store about the other ranks.
 
-All threads have ended when the interpreter does: torch's stores abort the process where a thread comes back
-from them after that.
+All threads have ended when the interpreter does, those that abort communicators too: torch's stores, and
+calls of NCCL, abort the process where a thread comes back from them after that.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def _end_all() -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
     for watchdog in watchdogs:
         watchdog.join(deadline - time.monotonic())
+    for watchdog in list(_running):
+        watchdog._communicators.await_abort(deadline - time.monotonic())
 
 
 class Watchdog:
