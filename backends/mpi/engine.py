@@ -207,7 +207,7 @@ class MPIWork(OperationWork):
 
     def _note_received(self) -> None:
         """Takes the sender and the size of a message from MPI's status."""
-        mpi = self._owner.library.mpi
+        mpi = self._owner.libmpi.mpi
         status, found = mpi.Status(), self.in_flight.status
         ctypes.memmove(mpi._addressof(status), found, len(found))
         got = int(status.Get_elements(mpi.BYTE))
@@ -310,7 +310,7 @@ class Engine(Health):
     ) -> None:
         super().__init__(store, rank, size, where)
         self._shared = store
-        self.library = library
+        self.libmpi = library
         self.calling = library.lock()
         self._active: list[MPIWork] = []
         self.unfinished: list[_native.MpiInFlight] = []
@@ -327,8 +327,8 @@ class Engine(Health):
         """Raises where the group is broken, ended, or out of this thread's reach."""
         if self.over:
             self.refuse(operation)
-        if not self.library.any_thread:
-            self.library.check_thread(f"{self.where} {operation}:")
+        if not self.libmpi.any_thread:
+            self.libmpi.check_thread(f"{self.where} {operation}:")
 
     def issue(
         self,
@@ -349,7 +349,7 @@ class Engine(Health):
             begin: begins the operation.
             asynchronous: whether to return at once, and not when the operation is done.
         """
-        if asynchronous and self.library.any_thread:
+        if asynchronous and self.libmpi.any_thread:
             progress_thread.start()
         with self.calling:
             self.check_usable(operation)
@@ -358,7 +358,7 @@ class Engine(Health):
                 work.in_flight = begin()
                 self.raise_error_of(work.in_flight)
                 self._active.append(work)
-            except self.library.mpi.Exception as error:
+            except self.libmpi.mpi.Exception as error:
                 _abandoned.append(work)
                 raise self.failed(operation, error, work) from error
             except BaseException:
@@ -371,7 +371,7 @@ class Engine(Health):
     def raise_error_of(self, in_flight: _native.MpiInFlight) -> None:
         """Raises MPI's error in an operation, if there is one."""
         if in_flight.error:
-            raise self.library.mpi.Exception(in_flight.error)
+            raise self.libmpi.mpi.Exception(in_flight.error)
 
     def carry_on(self, in_flight: _native.MpiInFlight) -> None:
         """Waits for an operation that the core has begun and left unfinished."""
@@ -394,7 +394,7 @@ class Engine(Health):
 
     def watch(self) -> bool:
         """Lets the progress thread serve this group, where it may call MPI."""
-        serves: bool = self.library.any_thread
+        serves: bool = self.libmpi.any_thread
         if serves:
             progress_thread.serve(self)
         return serves
@@ -448,7 +448,7 @@ class Engine(Health):
 
     def wait_for(self, work: MPIWork, until: float | None) -> bool:
         """Moves operations on until ``work`` has ended; ``False`` where it has not at the time ``until``."""
-        calls = self.library.may_call()  # else it waits for the thread that may
+        calls = self.libmpi.may_call()  # else it waits for the thread that may
         for _ in range(self._spins if calls else 0):
             if self._advance() is not None and work.done:
                 return True
@@ -470,7 +470,7 @@ class Engine(Health):
 
     def poll(self, work: MPIWork) -> None:
         """Moves operations on once, unless another thread does or this one may not call MPI."""
-        if self.library.may_call():
+        if self.libmpi.may_call():
             self._advance()
             now = time.monotonic()
             if not work.done and now - work.since > _CHECK_SECONDS:
@@ -511,7 +511,7 @@ class Engine(Health):
         try:
             if not work.move():
                 return False
-        except self.library.mpi.Exception as error:
+        except self.libmpi.mpi.Exception as error:
             work.end(self.failed(work.operation, error, work))
             return True
         try:
@@ -576,7 +576,7 @@ class Engine(Health):
         A message that is longer than the tensor that receives it breaks nothing: it is the caller's mistake.
         """
         what, about = f"{self.where} {operation}:", operation.about
-        if error.Get_error_class() == self.library.mpi.ERR_TRUNCATE and operation.name == "recv":
+        if error.Get_error_class() == self.libmpi.mpi.ERR_TRUNCATE and operation.name == "recv":
             work.released = True
             return DistBackendError(f"{what} the message is longer than the tensor that receives it", **about)
         lost = self.find_lost()
@@ -616,7 +616,7 @@ class Engine(Health):
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
         if work.released:
             return
-        if work.receives and self.library.may_call():
+        if work.receives and self.libmpi.may_call():
             work.in_flight.cancel()
         _abandoned.append(work)
         work.released = True

@@ -80,7 +80,7 @@ def exchange(
     Whoever sees the last rank come, a rank dead, or its own limit passed, writes the outcome; the first word
     counts, for ranks that come later too. All wait for that one key, so that what each asks does not grow
     with their number. The last one looks for the records of all, since anybody may count on. Each deletes
-    its own record, and the last one to leave the rest.
+    its own record, and the last one to leave with an answer the rest; an error stays for who comes late.
 
     Args:
         store: the ranks' store.
