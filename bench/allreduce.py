@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 
+from collectives.backends.host.threads import MOST
 from collectives.bench.comparison.operations import OPERATIONS, ROOT, rounded_count
 from collectives.bench.comparison.options import SIZES, Options
 from collectives.bench.comparison.peers import (
@@ -34,6 +35,7 @@ from collectives.bench.comparison.peers import (
     is_mpi4py,
     is_own_backend,
     split_name,
+    threads_of,
     why_no_mpi4py,
     why_no_torch,
 )
@@ -185,13 +187,25 @@ def measure(options: Options, progress: Progress | None = None, program: str = "
         RankFailedError: a rank failed.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    backends, skipped = available_backends(options.backends, options.device, dict(options.mpis))
+    backends, skipped = available_backends(options.peers(), options.device, dict(options.mpis))
     environment = {**options.environment(options.ranks), "peers": {}}
     report = Report(program, environment, asdict(options), skipped=skipped)
     for ranks in options.ranks if backends else ():
+        lacking: list[Skipped] = []
+        fitting = usable(backends, partial(_why_no_cores, ranks, options), lacking)
+        report.skipped += [replace(one, ranks=ranks) for one in lacking]
         with ExitStack() as stack:
-            _measure_points(report, ranks, _start(stack, ranks, backends, options), options, progress)
+            _measure_points(report, ranks, _start(stack, ranks, fitting, options), options, progress)
     return report
+
+
+def _why_no_cores(ranks: int, options: Options, name: str) -> tuple[str | None, str]:
+    """Returns why bound ranks cannot have the threads of a peer, ``None`` where they can; and no command."""
+    threads = threads_of(*split_name(name)) if is_own_backend(name) else None
+    cores = min(map(len, options.cores_to_bind(ranks))) if options.bind else MOST
+    if threads is None or threads <= cores:
+        return None, ""
+    return f"needs {threads} cores for each rank, and there are {cores}", ""
 
 
 def _start(

@@ -14,13 +14,15 @@ backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over th
 torch.distributed, ``alone`` the bare model. ``ours:round_robin:5`` goes through 5 groups in turn, of the
 host backend or of a named one (``ours:round_robin:5:gloo``), ``torch:collectives_round_robin:3`` likewise
 under torch's wrapper. ``+NAME`` is a communication hook; ``+noop`` communicates nothing: the best that is
-possible. ``+unused`` looks for unused parameters, ``+views`` has gradients lie in buckets, ``+static`` says
-that all iterations are alike.
+possible. ``+diloco-50`` trains alone between outer steps, 50 steps apart, without a wrapper;
+``+streaming-50`` exchanges fragments beside the training. ``+unused`` looks for unused parameters, ``+views``
+has gradients lie in buckets, ``+static`` says that all iterations are alike.
 
 ``--hooks`` names hooks for all peers. What they do to the loss is told for models that learn something:
-``digits`` (a small convolutional network on real images) and ``language`` (a transformer on texts of a Markov
-chain; needs transformers), each with the optimizer that it learns with, others with SGD. With ``--machines``
-each rank is on a network of its own, joined by a link of the speed ``--link``:
+``digits`` and ``digits-resnet`` (a small convolutional network and a residual one on real images) and
+``language`` (a transformer on texts of a Markov chain; needs transformers), each with the optimizer that it
+learns with, others with SGD. With ``--machines`` each rank is on a network of its own, joined by a link of
+the speed ``--link``:
 
     collectives bench ddp --models digits,language --hooks none,fp16,powersgd-1 --machines 2 --link 1gbit
 
@@ -89,6 +91,7 @@ from collectives.bench.core.text import number_of_ranks, or_dash
 from collectives.bench.models import (
     LEARNING_STEPS,
     TASKS,
+    Data,
     Model,
     checksum,
     install_command,
@@ -104,7 +107,10 @@ from collectives.ddp.hooks.adaptive_hook import AdaptiveState, adaptive_hook
 from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
+from collectives.ddp.model_averaging import DiLoCoAverager
+from collectives.ddp.optim import PostLocalSGDOptimizer
 from collectives.ranks.processes import RankFailedError, RankProcesses, commands
 
 NOOP: Final = "noop"
@@ -118,6 +124,10 @@ def _power(rank: int, hook: Any = powerSGD_hook) -> Callable[[Any, int], tuple[A
     )
 
 
+def _quantized(dtype: torch.dtype) -> Callable[[Any, int], tuple[Any, Any]]:
+    return lambda group, exact: (QuantizedAllreduceState(group, exact, dtype), quantized_allreduce_hook)
+
+
 HOOKS: Final[Mapping[str, Callable[[Any, int], tuple[Any, Any]]]] = {
     NOOP: lambda group, _: (group, debugging_hooks.noop_hook),
     "allreduce": lambda group, _: (group, default_hooks.allreduce_hook),
@@ -125,6 +135,8 @@ HOOKS: Final[Mapping[str, Callable[[Any, int], tuple[Any, Any]]]] = {
     "bf16": lambda group, _: (group, default_hooks.bf16_compress_hook),
     "int8-tensor": lambda group, _: (group, quantization_pertensor_hook),
     "int8-block": lambda group, _: (group, quantization_perchannel_hook),
+    "int8": _quantized(torch.int8),
+    "float8": _quantized(torch.float8_e4m3fn),
     "powersgd-1": _power(1),
     "powersgd-2": _power(2),
     "powersgd-4": _power(4),
@@ -135,6 +147,15 @@ HOOKS: Final[Mapping[str, Callable[[Any, int], tuple[Any, Any]]]] = {
     "adaptive": lambda group, exact: (AdaptiveState(group, start_iter=exact), adaptive_hook),
 }
 """This package's: each makes state and hook of a group and the number of steps that are averaged exactly."""
+
+AVERAGERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    **{f"diloco-{period}": {"period": period} for period in (20, 50)},
+    **{
+        f"streaming-{period}": {"period": period, "fragments": 4, "delay": period // 5, "alpha": 0.5}
+        for period in (20, 50)
+    },
+}
+"""Options of a DiLoCoAverager that takes the place of the wrapper, by the word that stands for a hook."""
 
 TORCH_HOOKS: Final[Mapping[str, Any]] = {
     NOOP: torch_debugging.noop_hook,
@@ -163,7 +184,7 @@ class Peer:
     Attributes:
         kind: one of :data:`KINDS`.
         backend: name of the backend; empty of ``alone``.
-        hook: name of a communication hook; empty for none.
+        hook: name of a communication hook or of an averager; empty for none.
         options: names in :data:`OPTIONS`.
     """
 
@@ -185,7 +206,7 @@ class Peer:
             raise ValueError(
                 f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +OPTION if wanted"
             )
-        hooks = {"ours": HOOKS, "torch": TORCH_HOOKS}.get(kind, {})
+        hooks: Mapping[str, Any] = {"ours": {**HOOKS, **AVERAGERS}, "torch": TORCH_HOOKS}.get(kind, {})
         known = [*hooks, *OPTIONS] if hooks else []
         if any(word not in known for word in words):
             raise ValueError(
@@ -220,7 +241,7 @@ class Peer:
             exact: first steps that a hook with a state averages exactly.
             bucket_cap_mb: of the wrapper.
         """
-        if self.kind == "alone":
+        if self.kind == "alone" or self.hook in AVERAGERS:
             return model
         ours = self.kind == "ours"
         wrapper: Any = DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
@@ -230,6 +251,17 @@ class Peer:
             state, hook = HOOKS[self.hook](group, exact) if ours else (None, TORCH_HOOKS[self.hook])
             parallel.register_comm_hook(state, hook)  # type: ignore[operator]
         return parallel
+
+    def averager(self, model: nn.Module, group: ProcessGroup | None) -> DiLoCoAverager | None:
+        """Returns what averages the model's parameters beside its optimizer, if anything does.
+
+        Args:
+            model: the model.
+            group: of ours.
+        """
+        if self.hook not in AVERAGERS:
+            return None
+        return DiLoCoAverager(model.parameters(), process_group=group, **AVERAGERS[self.hook])
 
 
 BASELINE = Peer("torch", "gloo")
@@ -389,9 +421,9 @@ class TrainingReport(BaseReport[TrainingRecord]):
 
 
 _COLUMNS = (
-    "peer", "iteration\n(ms)", "p10\n(ms)", "p90\n(ms)", "min\n(ms)", "forward\n(ms)", "backward\n(ms)",
-    "step\n(ms)", "/no-op\n(time)", "/plain\n(time)", "/torch\n(time)", "peak\n(MiB)", "/torch\n(memory)",
-    "right",
+    "peer", "iteration\n(ms)", "mean\n(ms)", "p10\n(ms)", "p90\n(ms)", "min\n(ms)", "forward\n(ms)",
+    "backward\n(ms)", "step\n(ms)", "/no-op\n(time)", "/plain\n(time)", "/torch\n(time)", "peak\n(MiB)",
+    "/torch\n(memory)", "right",
 )  # fmt: skip
 _LEARNED = ("peer", "sent\n(MB)", "link\n(MB)", "loss\n(first)", "loss\n(last)", "accuracy")
 
@@ -409,7 +441,7 @@ def _learned(record: TrainingRecord) -> list[str]:
 def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:
     ratios = report.ratios(record)
     whole = record.iteration
-    times = [whole.median_us, whole.p10_us, whole.p90_us, whole.min_us]
+    times = [whole.median_us, whole.mean_us, whole.p10_us, whole.p90_us, whole.min_us]
     times += [timing.median_us for timing in (record.forward, record.backward, record.step)]
     return [
         *(f"{us / 1e3:.2f}" if us < 1e5 else f"{us / 1e3:.1f}" for us in times),
@@ -521,6 +553,9 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
         placement.initialize_torch(rank, peer.backend)
     barrier = SpinBarrier(placement.memory, rank, size)
     parallel = peer.wrap(model, group, given.exact, given.bucket_cap_mb)
+    averager = peer.averager(model, group)
+    if averager is not None:
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
     start = device.starting(barrier)
 
     def iterate(times: Times) -> None:
@@ -550,24 +585,37 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
         return times
 
     torch.manual_seed(200 + rank)  # the same dropout for all peers
-    first = run(1)
-    tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = [tensor.grad.double() for tensor in tensors if tensor.grad is not None]
-    norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
-    del gradients
-    facts = Facts(sum(tensor.numel() for tensor in tensors), len(tensors), norm, start_bytes, first.losses[0])
+    facts = _first_facts(model, start_bytes, run(1).losses[0])
     connection.send(facts)
     for iterations in commands(connection):
         if iterations:
             connection.send(run(iterations))
             continue
-        facts.accuracy = None if data.accuracy is None else data.accuracy(model)
-        facts.checksum, facts.peak_memory_bytes = checksum(model), device.most_held_bytes()
-        connection.send(facts)
+        connection.send(_last_facts(facts, model, averager, data, device))
     barrier.close()
     parallel = model  # the wrapper goes before its group
     if peer.kind != "alone":
         (torch_dist if group is None else collectives).destroy_process_group()
+
+
+def _first_facts(model: nn.Module, start_bytes: int, loss: float) -> Facts:
+    """Returns what there is to tell of a model after its first iteration."""
+    tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [tensor.grad.double() for tensor in tensors if tensor.grad is not None]
+    norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    return Facts(sum(tensor.numel() for tensor in tensors), len(tensors), norm, start_bytes, loss)
+
+
+def _last_facts(
+    facts: Facts, model: nn.Module, averager: DiLoCoAverager | None, data: Data, device: Device
+) -> Facts:
+    """Returns what there was to tell first, and what there is in the end."""
+    if averager is not None:
+        averager.finish()
+    accuracy = None if data.accuracy is None else data.accuracy(model)
+    return replace(
+        facts, accuracy=accuracy, checksum=checksum(model), peak_memory_bytes=device.most_held_bytes()
+    )
 
 
 def _least_sent(group: ProcessGroup) -> float:
@@ -855,7 +903,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         Options,
         models=f"{','.join(FIELD)}, or small without transformers; known are {','.join(TASKS)}",
         peers=f"{','.join(PEERS['cpu'])}; on cuda {','.join(PEERS['cuda'])}",
-        hooks=f"those that peers name; known are {','.join([NONE, *HOOKS])}",
+        hooks=f"those that peers name; known are {','.join([NONE, *HOOKS, *AVERAGERS])}",
     )
     add_files(parser)
 

@@ -16,11 +16,15 @@ import torch
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.allreduce import Options, available_backends, measure
+from collectives.bench.core.arguments import at_least
 from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.records import Skipped
+from collectives.errors import DistBackendError
+from collectives.ranks.cores import threads_of_a_rank
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names
 from collectives.secret import SECRET
+from collectives.store.encryption import check_libcrypto
 
 SMOKE_COUNTS = (1, 1009, 300_007)
 """Elements of the tensors that two ranks reduce: within a flag's line, a chunk, many chunks."""
@@ -33,10 +37,17 @@ SIOCGIFADDR = 0x8915
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: the doctor has no options."""
+    """Adds the doctor's only option."""
+    parser.add_argument(
+        "--nproc",
+        type=at_least(1),
+        default=os.environ.get("LOCAL_WORLD_SIZE", "2"),
+        help="ranks that are to run on this machine, to which the advice on threads is fitted "
+        "(default: LOCAL_WORLD_SIZE, else 2)",
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
+def run(arguments: argparse.Namespace) -> int:
     """Prints a line for every check, and advice; returns 0 where all went well, else 1."""
     machine = describe_machine()
     print(f"collectives {machine['collectives']}, torch {machine['torch']}, Python {machine['python']}")
@@ -59,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
         print(f"{mark:4}  {name}: {told}", flush=True)
     print(f"\n{failures} of the checks failed." if failures else "\nAll is well.")
     print()
-    for line in (*advise(seconds, skipped), *_untested()):
+    for line in (*advise(seconds, skipped, arguments.nproc), *_untested()):
         print(line)
     return 1 if failures else 0
 
@@ -184,12 +195,13 @@ def _smoke(backend: str, seconds: dict[str, float]) -> str:
     return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements{library}"
 
 
-def advise(seconds: Mapping[str, float], skipped: Sequence[Skipped]) -> Iterator[str]:
+def advise(seconds: Mapping[str, float], skipped: Sequence[Skipped], ranks: int = 2) -> Iterator[str]:
     """Yields lines of advice.
 
     Args:
         seconds: by backend that works here, the time of an all-reduce of 1 MiB between two ranks.
         skipped: backends that cannot be used here.
+        ranks: how many are to run on this machine.
     """
     yield "Which backend for what:"
     yield from _of_cpu_tensors(seconds)
@@ -201,10 +213,19 @@ def advise(seconds: Mapping[str, float], skipped: Sequence[Skipped]) -> Iterator
     if "mpi" in seconds:
         yield "  ranks that mpirun starts: mpi, which needs no address and no store"
     yield f"  ranks on this machine: up to {usable_cores()}, a core for each; more take turns"
+    if torch.get_num_threads() > threads_of_a_rank(ranks):
+        said = f"{ranks} ranks with {torch.get_num_threads()} each for {usable_cores()} cores"
+        yield f"  threads: too many, {said}; ranks that compute wait for cores"
     # The command gives its own ranks a secret, so that it cannot tell whether the user has one.
     yield "  several machines: host, with the same secret on all of them, made by"
     yield f"    export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-    lines = list(_to_copy(skipped))
+    try:
+        check_libcrypto()
+    except DistBackendError as error:
+        yield f"    {error}"
+    else:
+        yield "    what they send each other is encrypted"
+    lines = list(_to_copy(skipped, ranks))
     if lines:
         yield "Lines to copy for what is missing:"
         yield from lines
@@ -227,10 +248,10 @@ def _of_cpu_tensors(seconds: Mapping[str, float]) -> Iterator[str]:
     yield f"    all-reduce of 1 MiB, 2 ranks, estimated within {BUDGET_S:g} s each: {times}"
 
 
-def _to_copy(skipped: Sequence[Skipped]) -> Iterator[str]:
+def _to_copy(skipped: Sequence[Skipped], ranks: int) -> Iterator[str]:
     """Yields commands and settings, each with what it is for."""
     for entry in skipped:
         if entry.install:
             yield f"  {entry.install}  # {entry.peer}"
-    if "OMP_NUM_THREADS" not in os.environ:
-        yield "  export OMP_NUM_THREADS=1  # torch starts a thread for each core on every rank without it"
+    if torch.get_num_threads() > (fitting := threads_of_a_rank(ranks)):
+        yield f"  export OMP_NUM_THREADS={fitting}  # threads of torch on each of {ranks} ranks"

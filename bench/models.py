@@ -355,7 +355,7 @@ _RECIPE = Recipe(LEARNING_STEPS)
 
 
 def _digits(batch: int, rank: int, size: int, device: str) -> Data:
-    """A small convolutional network reads handwritten digits; SGD with momentum."""
+    """A convolutional network reads handwritten digits; SGD with momentum."""
     data = load_digits(device)
     images, labels = data.train.tensors
 
@@ -401,18 +401,21 @@ def _language(batch: int, rank: int, size: int, device: str) -> Data:  # noqa: A
     return Data(losses())
 
 
+def _of_digits(build: Callable[[], nn.Module]) -> Model:
+    return Model(
+        _RECIPE.batch,
+        8,
+        build,
+        "scikit-learn",
+        learn=_digits,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RECIPE.lr, momentum=_RECIPE.momentum),
+    )
+
+
 TASKS: Final = MODELS | _named(
     {
-        "digits": Model(
-            _RECIPE.batch,
-            8,
-            functools.partial(build_model, 0),
-            "scikit-learn",
-            learn=_digits,
-            optimizer=lambda parameters: torch.optim.SGD(
-                parameters, lr=_RECIPE.lr, momentum=_RECIPE.momentum
-            ),
-        ),
+        "digits": _of_digits(functools.partial(build_model, 0)),
+        "digits-resnet": _of_digits(residual_reader),
         "language": Model(
             8,
             _LENGTH,
@@ -423,4 +426,4 @@ TASKS: Final = MODELS | _named(
         ),
     }
 )
-"""All models by name: those, and two that learn something."""
+"""All models by name: those, and three that learn something."""

@@ -29,6 +29,7 @@ from collectives.api.groups import *
 from collectives.api.init_and_destroy import *
 from collectives.api.objects import *
 from collectives.api.p2p import *
+from collectives.api.reconfiguring import *
 from collectives.api.world_state import *
 from collectives.core.process_group import ProcessGroup as ProcessGroup
 from collectives.core.profiling import record_comm as record_comm

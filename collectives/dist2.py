@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from collectives.core.arguments.option_records import refuse_unknown_options
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.dynamo import leave_names_uncompiled
@@ -142,8 +143,8 @@ def _check_options(backend: str, given: Mapping[str, object]) -> None:
         raise TypeError(f"{where} pg_options stand alone, but {', '.join(sorted(own))} came with them")
     known = registry.option_names(backend)
     if known is not None:
-        registry.refuse_unknown_options(own, (*known, *_FIELDS), where)
-        registry.refuse_unknown_options(
+        refuse_unknown_options(own, (*known, *_FIELDS), where)
+        refuse_unknown_options(
             record if isinstance(record, Mapping) else {}, known, f"pg_options of a {backend} group:"
         )
 

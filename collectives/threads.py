@@ -1,11 +1,29 @@
-"""Threads of the package, which the system may refuse."""
+"""Threads of the package, which the system may refuse, and the time of cores that it grants them."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from collectives.errors import DistBackendError
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Where the kernel tells how much time of cores a container gets."""
+
+
+def granted_cores(cores: float, quota: Path = QUOTA) -> float:
+    """Returns the cores that a container gets the time of, of those that it may run on.
+
+    Args:
+        cores: number of those.
+        quota: where the kernel tells how much time a container gets.
+    """
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        time, period = (int(number) for number in quota.read_text("utf-8").split())
+        cores = min(cores, time / period)
+    return cores
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 LONGEST = timedelta(days=36500)
@@ -9,6 +10,15 @@ LONGEST = timedelta(days=36500)
 
 _NONE = timedelta(0)
 _SHORTEST_S = 1e-3
+
+
+def left_until(end: float) -> timedelta:
+    """Returns what is left of a time limit; at least a millisecond, since zero may stand for no limit.
+
+    Args:
+        end: when it is over, by ``time.monotonic()``.
+    """
+    return timedelta(seconds=max(_SHORTEST_S, end - time.monotonic()))
 
 
 def time_limit(timeout: object, *, positive: bool = True) -> timedelta:

@@ -27,7 +27,7 @@ html_copy_source = False
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-autodoc_mock_imports = ["accelerate", "ignite", "lightning", "pytorch_lightning"]
+autodoc_mock_imports = ["accelerate", "ignite", "lightning", "pytorch_lightning", "torchft"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"

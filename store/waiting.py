@@ -41,6 +41,24 @@ def wait_for_keys(store: Any, keys: list[str], limit: timedelta) -> bool:
     return True
 
 
+_ABSENT = b"-"
+"""What :func:`peek` compares with; no record is written so."""
+
+
+def peek(store: Any, key: str) -> bytes | None:
+    """Returns what a key was set to, ``None`` where it is not there; never waits.
+
+    Args:
+        store: the store.
+        key: the key.
+
+    Raises:
+        NotImplementedError: a user's store lacks what this takes; or it raises :class:`AttributeError`.
+    """
+    value = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
+    return None if value == _ABSENT else value
+
+
 def missing_text(ranks: Sequence[int], timeout: timedelta) -> str:
     """Returns which ranks did not come in time, and the way out."""
     names = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"

@@ -12,16 +12,14 @@ import collectives._native as _native
 from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.types import ReduceOp
 
-_OPS = (
-    ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
-    ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM,
-)  # fmt: skip
 _AVG = ReduceOp.AVG.code
 
 
 def _reductions() -> Mapping[torch.dtype, frozenset[str]]:
     table = {
-        dtype: frozenset(op.name for op in _OPS if _native.reducible(code, op.code))
+        dtype: frozenset(
+            name for name, op in ReduceOp.__members__.items() if _native.reducible(code, op.code)
+        )
         for dtype, code in NATIVE_CODES.items()
     }
     return MappingProxyType({dtype: names for dtype, names in table.items() if names})

@@ -461,5 +461,9 @@ class MonitoredGroup(ProcessGroup):
     def _first_cause(self) -> DistError | None:
         return self._health.cause
 
+    def _find_cause(self) -> DistError | None:
+        self._health.check_peers("it was asked what broke it", {})
+        return self._health.cause
+
     def _break_for(self, cause: DistError) -> None:
         self._health.break_for(cause)

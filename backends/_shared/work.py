@@ -13,9 +13,8 @@ from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
 from collectives.core.completions import complete_later, next_operation
-from collectives.core.futures import OperationFuture
 from collectives.core.recording.flight_record import Recorded
-from collectives.core.work import Work, settle
+from collectives.core.work import CollectiveFuture, Work, settle
 from collectives.errors import CollectiveTimeoutError
 
 
@@ -60,7 +59,8 @@ class OperationWork(Work):
         """Returns a future of the output tensors."""
         with self._lock:
             if self._asked is None:
-                future: Future[list[torch.Tensor]] = OperationFuture()
+                kind = Future if self.operation.is_message else CollectiveFuture
+                future: Future[list[torch.Tensor]] = kind()
                 if self._has_ended():
                     self._complete(future)
                     self._asked = (future, None)

@@ -20,9 +20,10 @@ from collectives.backends._shared.exit_reasons import Departure, blamed, limit_r
 from collectives.backends._shared.health import Health
 from collectives.backends._shared.operation import Operation
 from collectives.backends.gloo.work import Messages
+from collectives.core.arguments.option_records import refuse_unknown_options
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent, call_in_forked_children
-from collectives.registry.backends import GroupOptions, refuse_unknown_options
+from collectives.registry.backends import GroupOptions
 from collectives.store.joining.agreement import exchange, give_up
 from collectives.store.prefix import PrefixStore
 from collectives.store.records import as_bytes, as_text, read, written
@@ -136,16 +137,10 @@ class Connections(Health):
         self.break_by(broken, found, elsewhere=True)
         return broken
 
-    def break_by(
-        self,
-        cause: DistError,
-        told: Departure | None = None,
-        first: Callable[[DistError], object] | None = None,
-        elsewhere: bool = False,
-    ) -> bool:
+    def break_by(self, *args: Any, **kwargs: Any) -> bool:
         """Breaks the group; who ends it meanwhile waits, as its connections must be closed before it goes."""
         with self.lock:
-            return super().break_by(cause, told, first, elsewhere)
+            return super().break_by(*args, **kwargs)
 
     def _stop(self, tell: Callable[[], None]) -> None:
         """Ends all operations between ranks, here and on the peers, after these were told."""

@@ -7,5 +7,6 @@ here: transports, algorithms and kernels, which are C++ (``backends/native``).
 from __future__ import annotations
 
 from collectives.backends.host.group import ProcessGroupHost, capabilities, create, option_names
+from collectives.backends.host.threads import HostOptions
 
-__all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
+__all__ = ["HostOptions", "ProcessGroupHost", "capabilities", "create", "option_names"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends._shared.exit_reasons import abort_reason, exception_behind
 from collectives.backends._shared.tensor_memory import equal_parts, part_of, split_parts
 from collectives.backends.host.rendezvous import form
+from collectives.backends.host.threads import HostOptions
 from collectives.backends.host.work import HostWork, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
@@ -25,7 +26,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import default_pg_timeout, nanoseconds
 from collectives.core.work import COMPLETED, CompletedWork, Work
-from collectives.errors import DistError
+from collectives.errors import DistError, GroupAbortedError
 from collectives.registry.backends import GroupOptions
 
 _UINT8 = _native.DTYPES["uint8"]
@@ -65,13 +66,18 @@ class ProcessGroupHost(ProcessGroup):
     ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces, by commas where
     there are several, equally many on all ranks. Then every rank listens on a port that the system chooses,
     and has one more thread. Both ends of a connection prove that they know the job's secret, which ranks on
-    different machines must have (``COLLECTIVES_SECRET``); connections are not encrypted.
-    ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
+    different machines must have (``COLLECTIVES_SECRET``). What they send each other is encrypted, unless
+    ``COLLECTIVES_ENCRYPTION`` is ``off`` on all of them. ``COLLECTIVES_HOST_MACHINE`` divides a machine:
+    ranks with different labels share no memory.
 
     Memory beyond the tensors: 0.1 MiB a rank; 4 MiB (5 in a group of two) from the first collective on that
     takes more than 4 KiB of a rank (more between machines); and up to 1 MiB for each rank that it sends
     messages to, but no more than 4 MiB for all of them where they are 256 or fewer. Where there is none, that
     operation breaks the group with a :class:`~collectives.DistBackendError` on all ranks.
+
+    Long messages are moved and reduced by several threads of each rank where there are cores for them
+    (:class:`~collectives.backends.host.HostOptions`); each operation takes as many as its size is worth. They
+    sleep between operations.
 
     How an operation is carried out depends on thresholds that rank 0 may read from a file
     (:mod:`collectives.backends.host.tuning_file`); they change no bit of a result.
@@ -83,6 +89,8 @@ class ProcessGroupHost(ProcessGroup):
         timeout: time limit of forming the group, and of operations that name none.
         group_name: name, unique in the job.
         group_desc: free text.
+        unformed: whether to connect with nobody: operations raise until :meth:`reconfigure` is called.
+        threads: of this rank, for long messages; as of :class:`~collectives.backends.host.HostOptions`.
 
     Raises:
         CollectiveTimeoutError: a rank did not come in time.
@@ -101,18 +109,35 @@ class ProcessGroupHost(ProcessGroup):
         *,
         group_name: str = "",
         group_desc: str = "",
+        unformed: bool = False,
+        threads: int | None = None,
     ) -> None:
         super().__init__(
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
         self._timeout_ns = nanoseconds(self._timeout)
-        self._connect(store)
+        self._threads = threads
+        if unformed:
+            self._native = form(
+                store, 0, 1, self._timeout, self.describe(), self._flight_record.of_core, threads=threads
+            )
+            self._native.fail(GroupAbortedError("it has no members yet: call reconfigure() first", rank))
+        else:
+            self._connect(store)
         _live.add(self)
 
-    def _connect(self, store: Any) -> None:
+    def _form(self, store: Any, limit: timedelta, look: Callable[[], DistError | None]) -> None:
         self._native = form(
-            store, self._rank, self._size, self._timeout, self.describe(), self._flight_record.of_core
+            store,
+            self._rank,
+            self._size,
+            limit,
+            self.describe(),
+            self._flight_record.of_core,
+            look,
+            self._threads,
         )
+        self._native.set_timeout(self._timeout_ns)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -303,9 +328,7 @@ def _end_all() -> None:
             group.abort() if exception_behind() else group._native.shutdown(False)
 
 
-def option_names() -> tuple[str, ...]:
-    """Returns the names of the backend's own options: none; environment and thresholds say the rest."""
-    return ()
+option_names = HostOptions.names
 
 
 def capabilities() -> Capabilities:
@@ -317,14 +340,12 @@ def create(options: GroupOptions) -> ProcessGroupHost:
     """Returns a new group; called by all its ranks, blocks until they have met.
 
     Args:
-        options: ``pg_options`` must be ``None``.
+        options: ``pg_options`` may be :class:`HostOptions` or a dict of its fields.
 
     Raises:
-        TypeError: there are ``pg_options``: this backend has none.
+        TypeError: they are something else.
+        ValueError: a field is out of its range, or the environment's.
     """
-    if options.pg_options is not None:
-        raise TypeError(
-            f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
-            f"{type(options.pg_options).__name__}"
-        )
-    return ProcessGroupHost(**options.membership())
+    where = f"[rank {options.rank}] pg_options of the host backend:"
+    chosen = HostOptions.of(options.pg_options, where, HostOptions)
+    return ProcessGroupHost(**options.membership(), unformed=options.unformed, threads=chosen.threads)

@@ -34,7 +34,8 @@ from typing import Any, NoReturn
 import collectives._native as _native
 from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends.host import rendezvous_records as records
-from collectives.backends.host.network import KnownListeners, has_gone, listen, place
+from collectives.backends.host.network import has_gone, listen, place
+from collectives.backends.host.threads import agreed, remember, shares, wish
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.core.types import nanoseconds
 from collectives.errors import (
@@ -47,7 +48,9 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.secret import SECRET, WAY_OUT, derived_key
+from collectives.store.encryption import check_libcrypto, encryption
 from collectives.store.joining.agreement import Watch, blaming_lost, exchange, fail, told
+from collectives.store.joining.known_listeners import KnownListeners
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, fetch, publish
 from collectives.store.tcp.interfaces import choose_addresses
@@ -68,7 +71,14 @@ _GRACE_S = 1.0
 
 
 def form(
-    store: Any, rank: int, size: int, timeout: timedelta, label: str, record: _native.OperationRecord
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    label: str,
+    record: _native.OperationRecord,
+    look: Callable[[], DistError | None] = lambda: None,
+    threads: int | None = None,
 ) -> _native.HostGroup:
     """Returns this rank's group in the core, once all ranks have one; called by all ranks.
 
@@ -79,8 +89,11 @@ def form(
         timeout: how long to wait for the others.
         label: the group in words, for messages.
         record: gets its operations.
+        look: returns the error for a rank that is known otherwise to have died; asked again and again.
+        threads: of this rank, for long messages; ``None`` for the default.
 
     Raises:
+        ValueError: ``threads``, or ``COLLECTIVES_THREADS``, is no number from 1 to 32.
         CollectiveTimeoutError: a rank did not come in time; the message names it.
         PeerLostError: a rank died after it had met others.
         GroupAbortedError: a rank for which the group was complete has aborted it since.
@@ -88,14 +101,27 @@ def form(
             is no job secret and the kernel cannot tell the users apart.
         DistBackendError: there is not enough shared memory.
     """
+    mine = wish(threads)
     if size == 1:
-        return _native.HostGroup(_native.single_rank_membership(), label, nanoseconds(timeout), record)
-    forming = _Forming(store, rank, size, timeout, label)
+        alone = [{**mine, "system": ""}]
+        return _native.HostGroup(
+            _native.single_rank_membership(),
+            label,
+            nanoseconds(timeout),
+            record,
+            *agreed(alone),
+            *shares(alone),
+        )
+    forming = _Forming(store, rank, size, timeout, label, look, mine)
     try:
         membership = forming.share_memory()
         if forming.several:
             forming.listen(membership)
-        group = _native.HostGroup(membership, label, nanoseconds(timeout), record)
+        cores = forming.plan["cores"][rank]
+        remember(cores)
+        group = _native.HostGroup(
+            membership, label, nanoseconds(timeout), record, forming.plan["threads"][rank], cores
+        )
         if forming.several:
             forming.link(group)
     except GroupAbortedError:
@@ -124,8 +150,19 @@ def group_key(attempt: str, published: str) -> bytes:
 class _Forming:
     """One rank's side of forming a group."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, label: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        label: str,
+        look: Callable[[], DistError | None],
+        threads: Checked,
+    ) -> None:
         self.store = store
+        self.threads = threads
+        self.look = look
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -135,7 +172,7 @@ class _Forming:
         self.several = False
         self.plan: Checked = {}
         self.leaders: dict[int, int] = {}
-        self.known = KnownListeners()
+        self.known = KnownListeners(rank)
 
     # ---- who shares memory with whom -------------------------------------------------------------------
 
@@ -154,8 +191,10 @@ class _Forming:
             "system": system(),
             "address": address,
             "key": digits,
+            "encryption": int(encryption()),
             # The same thresholds for all: ranks that took different ways would wait for ever.
             "tuning": tuning_for(self.size) if self.rank == 0 else {},
+            **self.threads,
         }
 
         def watch(others: Mapping[int, Checked]) -> DistError | None:
@@ -163,6 +202,8 @@ class _Forming:
             return next((_lost(rank) for rank in neighbours if has_gone(others[rank]["address"])), None)
 
         plan = self._meet("places", mine, records.location, records.new_plan, records.plan, watch)
+        if plan["encrypts"]:
+            check_libcrypto()
         if not plan["one_system"] and self.own_user_only:
             raise DistNetworkError(f"the ranks run on different machines and have no job secret; {WAY_OUT}")
         self.plan = plan
@@ -189,7 +230,7 @@ class _Forming:
         members = host.members
         self._until(lambda: self._accept(host), "did not connect with the leader of its machine")
         self.several = self.several or host.members != members
-        host.set_tuning(self.plan["tuning"], self.size)
+        host.set_tuning(self.plan["tuning"], self.size, max(self.plan["threads"]))
         host.share(self.several, self._left())
         self._until(lambda: host.await_attached(_SLICE_S), "did not attach the shared memory")
         return host.release(self._left())
@@ -306,6 +347,7 @@ class _Forming:
             places,
             group_key(self._scope() + self.plan["addresses"][0], self.plan["keys"][0]),
             self.own_user_only,
+            self.plan["encrypts"],
             chosen.chosen,
             self.plan["ranks_on_host"][self.rank],
         )
@@ -368,7 +410,7 @@ class _Forming:
             read=partial(read, size=self.size),
             why=self._why,
             lost_ranks=lost_ranks,
-            look=partial(told, self.store, _KEY),
+            look=self._told,
             watch=watch,
         )
         return found
@@ -401,9 +443,13 @@ class _Forming:
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), _SLICE_S)
 
+    def _told(self) -> DistError | None:
+        """Returns why another rank fails, if it has said so or is known to have died."""
+        return told(self.store, _KEY) or self.look()
+
     def _raise_told(self) -> None:
-        """Raises where another rank has said why it fails."""
-        error = told(self.store, _KEY)
+        """Raises where another rank fails."""
+        error = self._told()
         if error is not None:
             try:
                 raise error

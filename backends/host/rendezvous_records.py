@@ -7,51 +7,100 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from collectives.backends.host import threads
 from collectives.errors import DistNetworkError
+from collectives.store.encryption import ENCRYPTION, Encryption
 from collectives.store.process import kernel_of
 from collectives.store.records import Checked, demand, fields
 
 _KEY = re.compile("([0-9a-f]{64})?")
 _ADDRESS = re.compile("[a-z0-9-]{1,100}")
+_CORES = re.compile("[0-9a-f]{1,4096}")
 _MOST_PORTS = 2**16
 
 
 def location(record: Any) -> Checked:
     """Checks where a rank runs: its place, system, unix socket, and the random digits of a key.
 
-    The digits are left out where the job has a secret. Of rank 0, thresholds come with it.
+    The digits are left out where the job has a secret. With it come which connections the rank encrypts, its
+    threads and cores, and, of rank 0, thresholds.
     """
-    found = fields(record, place=str, system=str, address=str, key=str, tuning=dict)
+    found = fields(
+        record,
+        place=str,
+        system=str,
+        address=str,
+        key=str,
+        encryption=int,
+        tuning=dict,
+        threads=int,
+        chosen=bool,
+        cores=str,
+        granted=int,
+    )
     _demand_name(found["address"])
     _demand_key(found["key"])
+    known = [*map(int, Encryption)]
+    demand(found["encryption"] in known, f"encryption {found['encryption']}")
     _demand_tuning(found["tuning"])
+    demand(0 < found["threads"] <= threads.MOST, f"{found['threads']} threads")
+    demand(_CORES.fullmatch(found["cores"]) is not None, f"the cores {found['cores']!r}")
+    demand(found["granted"] > 0, f"the time of {found['granted']} cores")
     return found
 
 
 def new_plan(locations: Sequence[Checked]) -> Checked:
-    """Returns what :func:`plan` takes, from the locations of all ranks."""
+    """Returns what :func:`plan` takes, from the locations of all ranks.
+
+    Raises:
+        DistNetworkError: a rank would encrypt what it sends to others, and rank 0 would not, or the other way
+            round.
+    """
     machines: dict[str, list[int]] = {}
     for rank, one in enumerate(locations):
         machines.setdefault(one["place"], []).append(rank)
     kernels = [kernel_of(one["system"]) for one in locations]
     counts = Counter(kernels)
+    one_system = len({one["system"] for one in locations}) == 1  # so that loopback reaches everyone
+    encrypts = [Encryption(one["encryption"]).encrypts(not one_system) for one in locations]
+    if len({*encrypts}) > 1:
+        rank = encrypts.index(not encrypts[0])
+        first, other = ("encrypts", "does not") if encrypts[0] else ("does not encrypt", "does")
+        raise DistNetworkError(
+            f"rank 0 {first} its connections with other machines, and rank {rank} {other}; set {ENCRYPTION} "
+            "to the same on all ranks",
+            rank,
+        )
     return {
         "machines": list(machines.values()),
         "addresses": [one["address"] for one in locations],
         "keys": [locations[leader]["key"] for leader, *_ in machines.values()],
-        "one_system": len({one["system"] for one in locations}) == 1,  # so that loopback reaches everyone
+        "one_system": one_system,
+        "encrypts": encrypts[0],
         "ranks_on_host": [counts[kernel] for kernel in kernels],
         "tuning": locations[0]["tuning"],
+        "threads": threads.agreed(locations),
+        "cores": threads.shares(locations),
     }
 
 
 def plan(record: Any, size: int) -> Checked:
     """Checks which ranks may share memory, each of them in one machine, and how many ranks its host runs.
 
-    With it come the unix sockets of all ranks, and the digits of each machine's first.
+    With it come the unix sockets of all ranks, the digits of each machine's first, the threads of each rank,
+    and the cores that it has for itself.
     """
     found = fields(
-        record, machines=list, addresses=list, keys=list, one_system=bool, ranks_on_host=list, tuning=dict
+        record,
+        machines=list,
+        addresses=list,
+        keys=list,
+        one_system=bool,
+        encrypts=bool,
+        ranks_on_host=list,
+        tuning=dict,
+        threads=list,
+        cores=list,
     )
     machines = found["machines"]
     demand(all(isinstance(one, list) and one for one in machines), "a machine without ranks")
@@ -67,6 +116,10 @@ def plan(record: Any, size: int) -> Checked:
     plausible = len(counts) == size and all(_is_number(count) and 0 < count <= size for count in counts)
     demand(plausible, f"{counts} ranks on the hosts of {size}")
     _demand_tuning(found["tuning"])
+    for name, most in (("threads", threads.MOST), ("cores", 4 * 4096)):
+        numbers = found[name]
+        plausible = len(numbers) == size and all(_is_number(one) and 0 < one <= most for one in numbers)
+        demand(plausible, f"{name} of {size} ranks: {numbers}")
     return found
 
 

@@ -13,9 +13,8 @@ from torch.futures import Future
 
 import collectives._native as _native
 from collectives.core.completions import complete_after
-from collectives.core.futures import OperationFuture
 from collectives.core.recording.flight_record import FlightRecord
-from collectives.core.work import Work, settle
+from collectives.core.work import CollectiveFuture, Work, settle
 from collectives.time_limits import seconds_to_wait
 
 _futures_lock = threading.Lock()
@@ -107,7 +106,8 @@ class HostWork(Work):
         """Returns a future of the output tensors."""
         with _futures_lock:
             if self._future is None:
-                future: Future[list[torch.Tensor]] = OperationFuture()
+                kind = Future if self._task.is_message else CollectiveFuture
+                future: Future[list[torch.Tensor]] = kind()
                 if self._task.poll():
                     self._complete(future)
                 else:

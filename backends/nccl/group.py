@@ -24,7 +24,7 @@ from collectives.backends.nccl.communicators import (
     StreamedCommunicator,
     connects_in_capture,
 )
-from collectives.backends.nccl.device import CudaDevice, Event, Stream, UsedDevices
+from collectives.backends.nccl.device import CudaDevice, Stream, UsedDevices
 from collectives.backends.nccl.libnccl import Communicator, NcclError, NcclLibrary
 from collectives.backends.nccl.operations import FLOAT8_VERSION, CallSequence, Loopback, capabilities_on
 from collectives.backends.nccl.options import NcclConfig, Options, checked_options
@@ -241,7 +241,18 @@ class ProcessGroupNCCL(MonitoredGroup):
         device = self._devices[tensor.device]
         if device.capturing():  # the copy would become part of the graph
             return super().to_host_later(tensor)
-        return _PinnedCopy(self._health, device, *device.to_host(tensor))
+        failures, (values, event) = self._health, device.to_host(tensor)
+
+        def done() -> bool:
+            return failures.over or device.passed(event)
+
+        def result() -> torch.Tensor:
+            if not done():
+                device.block(event)
+            failures.refuse("its outputs may hold anything, as")
+            return values
+
+        return HostCopy(result, done)
 
     def check_before_shutdown(self, check: Callable[[], None]) -> None:
         """Has a function called by :meth:`shutdown`; see :meth:`collectives.ProcessGroup`."""
@@ -649,25 +660,6 @@ class ProcessGroupNCCL(MonitoredGroup):
             self._health.publish(Departure(self._rank, None))
             self._communicators.destroy()
         self._finalizer.detach()
-
-
-class _PinnedCopy(HostCopy):
-    """A copy on its way to pinned memory; the event is done when its values are there."""
-
-    def __init__(self, failures: Failures, device: CudaDevice, values: torch.Tensor, event: Event) -> None:
-        self._failures = failures
-        self._device = device
-        self._values = values
-        self._event = event
-
-    def done(self) -> bool:
-        return self._failures.over or self._device.passed(self._event)
-
-    def result(self) -> torch.Tensor:
-        if not self.done():
-            self._device.block(self._event)
-        self._failures.refuse("its outputs may hold anything, as")
-        return self._values
 
 
 def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:

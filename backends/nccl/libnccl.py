@@ -12,6 +12,7 @@ as it knows, and as the version that stands in it had.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
@@ -119,21 +120,12 @@ _WAYS_OUT: Final = {
 }
 """What to do, by a part of what NCCL says."""
 
-_SETTINGS: Final = {
-    name: since
-    for since, names in {
-        21700: ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"),
-        21800: ("split_share",),
-        22600: ("traffic_class",),
-        22700: ("comm_name", "collnet_enable", "cta_policy", "shrink_share", "nvls_ctas"),
-        22800: ("n_channels_per_net_peer", "nvlink_centric_sched"),
-        22900: ("graph_usage_mode", "num_rma_ctx"),
-        23000: ("max_p2p_peers",),
-        23005: ("graph_stream_ordering",),
-    }.items()
-    for name in names
-}
-"""The attributes of ``ncclConfig_t`` in their order, and the version of NCCL that reads each first."""
+_SETTINGS: Final = {one.name: one.metadata["since"] for one in dataclasses.fields(NcclConfig) if one.metadata}
+"""The settings of a communicator in their order, and the version of NCCL that reads each first."""
+
+_ATTRIBUTES: Final = [*_SETTINGS]
+"""The attributes of ``ncclConfig_t`` that are settings, in their order."""
+_ATTRIBUTES.insert(_ATTRIBUTES.index("nvls_ctas"), "shrink_share")
 
 _CONFIG_VERSION: Final = max(_SETTINGS.values())
 """The version of NCCL whose settings stand here; those of later ones keep their defaults."""
@@ -152,7 +144,7 @@ class _Config(Structure):
         ("magic", c_uint),
         ("version", c_uint),
         ("blocking", c_int),
-        *((name, c_char_p if name.endswith("_name") else c_int) for name in _SETTINGS),
+        *((name, c_char_p if name.endswith("_name") else c_int) for name in _ATTRIBUTES),
     )
 
 
@@ -371,7 +363,7 @@ class NcclLibrary:
         given = config.given()
         version = min(_CONFIG_VERSION, self._version)
         made = _Config(size=ctypes.sizeof(_Config), magic=_MAGIC, version=version, blocking=1)
-        for name in _SETTINGS:
+        for name in _ATTRIBUTES:
             setattr(made, name, None if name.endswith("_name") else _UNDEFINED)
         for name, value in given.items():
             since = _SETTINGS[name]

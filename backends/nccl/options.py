@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from collectives.core.arguments.option_records import BackendOptions
-from collectives.registry.backends import refuse_unknown_options
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+def _since(version: int) -> Any:
+    """Returns the field of a setting that NCCL reads from a version on."""
+    return field(default=None, metadata={"since": version})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,22 +52,22 @@ class NcclConfig:
     """
 
     blocking: bool | None = None
-    cga_cluster_size: int | None = None
-    min_ctas: int | None = None
-    max_ctas: int | None = None
-    net_name: str | None = None
-    split_share: bool | None = None
-    traffic_class: int | None = None
-    comm_name: str | None = None
-    collnet_enable: bool | None = None
-    cta_policy: int | None = None
-    nvls_ctas: int | None = None
-    n_channels_per_net_peer: int | None = None
-    nvlink_centric_sched: bool | None = None
-    graph_usage_mode: int | None = None
-    num_rma_ctx: int | None = None
-    max_p2p_peers: int | None = None
-    graph_stream_ordering: bool | None = None
+    cga_cluster_size: int | None = _since(21700)
+    min_ctas: int | None = _since(21700)
+    max_ctas: int | None = _since(21700)
+    net_name: str | None = _since(21700)
+    split_share: bool | None = _since(21800)
+    traffic_class: int | None = _since(22600)
+    comm_name: str | None = _since(22700)
+    collnet_enable: bool | None = _since(22700)
+    cta_policy: int | None = _since(22700)
+    nvls_ctas: int | None = _since(22700)
+    n_channels_per_net_peer: int | None = _since(22800)
+    nvlink_centric_sched: bool | None = _since(22800)
+    graph_usage_mode: int | None = _since(22900)
+    num_rma_ctx: int | None = _since(22900)
+    max_p2p_peers: int | None = _since(23000)
+    graph_stream_ordering: bool | None = _since(23005)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "blocking" and value is not None and not value:
@@ -104,6 +107,7 @@ class Options(BackendOptions):
     duplex_messages: bool = False
 
     _backend: ClassVar[str] = "nccl"
+    _shown: ClassVar[str] = "ProcessGroupNCCL.Options of collectives"
 
     @property
     def waits_block(self) -> bool:
@@ -113,9 +117,7 @@ class Options(BackendOptions):
         return os.environ.get(_BLOCKING_WAIT, "").strip().lower() in {"1", "t", "true", "y", "yes"}
 
 
-def option_names() -> tuple[str, ...]:
-    """Returns the names of the options."""
-    return tuple(option.name for option in dataclasses.fields(Options))
+option_names = Options.names
 
 
 def checked_options(given: Any, rank: int) -> Options:
@@ -124,19 +126,10 @@ def checked_options(given: Any, rank: int) -> Options:
     Raises:
         TypeError: they are something else.
     """
-    if given is None:
-        return Options()
-    if isinstance(given, Mapping):
-        refuse_unknown_options(given, option_names(), f"[rank {rank}] pg_options of the nccl backend:")
-        given = Options(**given)
-    if not isinstance(given, Options):
-        raise TypeError(
-            f"[rank {rank}] pg_options of the nccl backend must be ProcessGroupNCCL.Options of collectives, "
-            f"but are of type {type(given).__module__}.{type(given).__name__}"
-        )
-    if not isinstance(given.config, NcclConfig):
+    chosen = Options.of(given, f"[rank {rank}] pg_options of the nccl backend:", Options)
+    if not isinstance(chosen.config, NcclConfig):
         raise TypeError(
             f"[rank {rank}] pg_options.config must be a NcclConfig, but is of type "
-            f"{type(given.config).__name__}"
+            f"{type(chosen.config).__name__}"
         )
-    return given
+    return chosen

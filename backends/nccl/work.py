@@ -444,12 +444,8 @@ class NcclWork(Work):
         """Returns the error of a failed operation."""
         return self._pending.error
 
-    def result(self) -> list[torch.Tensor]:
+    def _results(self) -> list[torch.Tensor]:
         """Returns the output tensors, complete for the stream that waited."""
-        if not self.is_completed():
-            raise RuntimeError("the operation is still pending; call wait() before result()")
-        if self._pending.error is not None:
-            raise self._pending.error
         return list(self._outputs)
 
     def source_rank(self) -> int:

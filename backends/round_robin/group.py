@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -28,9 +28,10 @@ from collectives.core.arguments.option_records import BackendOptions
 from collectives.core.capabilities import Capabilities, by_device, in_common
 from collectives.core.forwarding import ForwardingGroup
 from collectives.core.operations import BARRIER, Call
-from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork, chain, fail
+from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork, chain, settle
 from collectives.errors import (
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     DistError,
     GroupAbortedError,
     PeerLostError,
@@ -41,10 +42,10 @@ from collectives.registry.backends import (
     capabilities_of,
     create_group,
     decline_group,
-    refuse_unknown_options,
 )
 from collectives.store import PrefixStore
-from collectives.time_limits import seconds_to_wait
+from collectives.store.joining.meeting_place import Members
+from collectives.time_limits import left_until, seconds_to_wait
 
 _LANES = "COLLECTIVES_ROUND_ROBIN_LANES"
 _BACKEND = "COLLECTIVES_ROUND_ROBIN_BACKEND"
@@ -66,33 +67,24 @@ class RoundRobinOptions(BackendOptions):
     lane_options: Any = None
 
     _backend: ClassVar[str] = "round_robin"
+    _shown: ClassVar[str] = "RoundRobinOptions"
 
 
-def option_names() -> tuple[str, ...]:
-    """Returns the names of the options."""
-    return tuple(field.name for field in fields(RoundRobinOptions))
+option_names = RoundRobinOptions.names
 
 
 def options_of(given: object, where: str) -> RoundRobinOptions:
-    """Returns what the user gave as options.
+    """Returns what the user gave as options; what is left out, the environment says.
 
     Args:
-        given: the options, or some of their fields as a dict; the others, and all for ``None``, are those of
-            the environment.
+        given: the options, or some of their fields as a dict, or ``None``.
         where: what stands in front of a message.
 
     Raises:
         TypeError: they are something else.
         ValueError: a variable of the environment is out of its range.
     """
-    if given is None:
-        return _from_environment(where)
-    if isinstance(given, Mapping):
-        refuse_unknown_options(given, option_names(), where)
-        return replace(_from_environment(where), **given)
-    if not isinstance(given, RoundRobinOptions):
-        raise TypeError(f"{where} they must be RoundRobinOptions, but are of type {type(given).__name__}")
-    return given
+    return RoundRobinOptions.of(given, where, partial(_from_environment, where))
 
 
 def _from_environment(where: str) -> RoundRobinOptions:
@@ -135,8 +127,6 @@ def lanes_of(options: RoundRobinOptions, where: str) -> list[tuple[str, Any]]:
 
 
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
-_SHORTEST = timedelta(milliseconds=1)
-_BREAKING_SECONDS = 0.001
 _BREAKING = (PeerLostError, GroupAbortedError)
 """Errors that tell of a lane that it is broken, where the lane itself does not."""
 
@@ -268,10 +258,11 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if store is None and first.get_group_store() is not None:
             store = PrefixStore("round_robin", first.get_group_store())
         name = group_name or "+".join(group.group_name for group in groups)
-        super().__init__(first, store, name, group_desc)
+        super().__init__(groups, store, name, group_desc)
         self._global_ranks = first.global_ranks
         self._lanes = tuple(groups)
         self._turn = 0
+        self._epoch = 0
         parts = [lane.capabilities for lane in self._lanes]
         self._capabilities = _of_lanes(parts)
         # A lane that takes more than the composition would do so on the fast path.
@@ -280,7 +271,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._detects_mismatch = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
         self._cause: DistError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when no thread breaks lanes any more
         self._breaking = 0
         for group in groups:
             group.set_timeout(first.timeout)
@@ -293,11 +284,6 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     @property
     def lanes(self) -> tuple[ProcessGroup, ...]:
         """The groups, in turn."""
-        return self._lanes
-
-    @property
-    def inner_groups(self) -> Sequence[ProcessGroup]:
-        """The lanes."""
         return self._lanes
 
     def name(self) -> str:
@@ -329,7 +315,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     def _on(self, lane: int, issue: Callable[[ProcessGroup], Work]) -> Work:
         """Issues an operation on a lane."""
         self._check_whole()
-        failed = partial(self._failed, lane, self._renewals)
+        failed = partial(self._failed, lane, self._epoch)
         try:
             return LaneWork(issue(self._lanes[lane]), failed)
         except DistError as error:
@@ -359,12 +345,12 @@ class ProcessGroupRoundRobin(ForwardingGroup):
                 opcode, output, input, reduce_op, root, list_form, async_op
             )
         except DistError as error:
-            self._failed(lane, self._renewals, error)
+            self._failed(lane, self._epoch, error)
             raise
         if work is None:
             self._turn = turn
             return None
-        return LaneWork(work, partial(self._failed, lane, self._renewals)) if async_op else work
+        return LaneWork(work, partial(self._failed, lane, self._epoch)) if async_op else work
 
     def fast_message(
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
@@ -375,10 +361,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         work = None
         try:
             work = self._lanes[0].fast_message(sends, tensor, peer, tag, async_op)
-            failed = partial(self._failed, 0, self._renewals)
+            failed = partial(self._failed, 0, self._epoch)
             return LaneWork(work, failed) if work is not None and async_op else work
         except DistError as error:
-            self._failed(0, self._renewals, error)
+            self._failed(0, self._epoch, error)
             raise
         except BaseException:  # of a signal handler
             if work is not None:
@@ -390,11 +376,11 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if cause is not None:
             refuse_broken(f"[rank {self._rank}] {self.describe()}:", cause, ended=False)
 
-    def _failed(self, lane: int, renewals: int, error: DistError) -> None:
+    def _failed(self, lane: int, epoch: int, error: DistError) -> None:
         """Handles an error of a lane, unless it is of the time before the lanes were connected anew."""
         name_lane(error, lane, self.describe())
         with self._lock:
-            if renewals != self._renewals:
+            if epoch != self._epoch:
                 return
             self._breaking += 1
         try:
@@ -404,6 +390,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         finally:
             with self._lock:
                 self._breaking -= 1
+                self._lock.notify_all()
 
     def _break(self, error: DistError, cause: DistError) -> None:
         """Refuses later operations, and breaks the other lanes for what broke one, so that all name that.
@@ -437,13 +424,11 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._cover()
         first = self._turn % len(self._lanes)
         self._turn += 1
-        began = time.monotonic()
+        end = time.monotonic() + (call.timeout or self._timeout).total_seconds()
         others = [(first + n) % len(self._lanes) for n in range(1, len(self._lanes))]
 
         def barrier(lane: int, asynchronous: bool) -> Work:
-            limit = call.timeout or self._timeout
-            left = max(_SHORTEST, limit - timedelta(seconds=time.monotonic() - began))
-            own = replace(call, timeout=left, async_op=asynchronous)
+            own = replace(call, timeout=left_until(end), async_op=asynchronous)
             return self._on(lane, lambda group: group.issue(own))
 
         if not self._detects_mismatch:
@@ -473,13 +458,47 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if work is not None:
             work.cover()
 
+    def _break_for(self, cause: DistError) -> None:
+        if self._cause is None:
+            self._cause = GroupAbortedError(f"{self.where()} {cause}", **cause.details(), cause=cause.cause)
+        super()._break_for(cause)
+
     def _renew(self, others_are_late: Callable[[], object] = lambda: None) -> None:
-        with self._lock:
-            self._renewals += 1
-        while self._breaking:  # in other threads, which must not break what is connected anew
-            time.sleep(_BREAKING_SECONDS)
+        self._begin_epoch(self._timeout)
         super()._renew(others_are_late)
         self._turn, self._begun, self._cause = 0, None, None
+
+    def _take_members(
+        self, members: Members, store: Any, limit: timedelta, look: Callable[[], DistError | None]
+    ) -> None:
+        end = time.monotonic() + limit.total_seconds()
+        self._begin_epoch(limit)
+        super()._take_members(members, store, left_until(end), look)
+        self._turn, self._begun, self._cause = 0, None, None
+
+    def _store_for(self, number: int, store: Any) -> Any:
+        return PrefixStore(f"lane{number}", store)
+
+    def _kind(self) -> str:
+        return f"round_robin over {[lane._kind() for lane in self._lanes]}"
+
+    def _begin_epoch(self, limit: timedelta) -> None:
+        """Lets errors of lanes count no more: they are connected anew.
+
+        Args:
+            limit: how long other threads, which must not break what is connected anew, may go on doing so.
+
+        Raises:
+            CollectiveTimeoutError: they do for longer.
+        """
+        with self._lock:
+            self._epoch += 1
+            if not self._lock.wait_for(lambda: not self._breaking, limit.total_seconds()):
+                raise CollectiveTimeoutError(
+                    f"[rank {self._rank}] {self.describe()}: another thread of this rank breaks the lanes "
+                    f"after an error, and was not done within {limit.total_seconds():g} s",
+                    self._rank,
+                )
 
     def abort(self) -> None:
         """Breaks all lanes at once."""
@@ -525,15 +544,6 @@ def _check(groups: Sequence[ProcessGroup]) -> None:
             raise ValueError(
                 f"[rank {first.rank()}] groups {earlier} and {i} are the same group {group.group_name!r}"
             )
-        for what, mine, expected in (
-            ("rank", group.rank(), first.rank()),
-            ("size", group.size(), first.size()),
-        ):
-            if mine != expected:
-                raise ValueError(
-                    f"[rank {first.rank()}] the groups must be of the same ranks, but {what} is {expected} "
-                    f"in group 0 ({first.group_name!r}) and {mine} in group {i} ({group.group_name!r})"
-                )
     if not _devices([group.capabilities for group in groups]):
         devices = {group.group_name: sorted(group.capabilities.devices) for group in groups}
         raise ValueError(
@@ -597,16 +607,16 @@ class LaneWork(WrappedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for this operation; those of other lanes may still go on."""
         try:
-            return self._inner.wait(timeout)
+            return self.inner.wait(timeout)
         except DistError as error:
             # A limit given to wait() may have passed, while the operation goes on or has just got done.
-            if self._inner.exception() is not None:
+            if self.inner.exception() is not None:
                 self._failed(error)
             raise
 
     def exception(self) -> BaseException | None:
         """Returns the error of the operation."""
-        error = self._inner.exception()
+        error = self.inner.exception()
         if isinstance(error, DistError):
             self._failed(error)
         return error
@@ -614,9 +624,9 @@ class LaneWork(WrappedWork):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the outputs."""
         if self._future is None:
-            future = self._inner.get_future()
+            future = self.inner.get_future()
             # On CUDA it is done from the start, and a callback would put a stream of torch's between.
-            done_well = future.done() and self._inner.exception() is None
+            done_well = future.done() and self.inner.exception() is None
             self._future = future if done_well else chain(future, self._outcome)
         return self._future
 
@@ -727,9 +737,5 @@ class BarrierWork(Work):
             self._others.get_future().add_done_callback(self._complete)
 
     def _complete(self, _: Future[Any]) -> None:
-        error = self.exception()
         if self._future is not None:
-            if error is None:
-                self._future.set_result([])
-            else:
-                fail(self._future, error)
+            settle(self._future, self.exception(), [])

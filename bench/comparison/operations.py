@@ -203,8 +203,10 @@ def resting(op: str) -> int:
     return 0 if op in {"sum", "avg", "bxor"} else 1
 
 
-def count_wrong(result: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Returns how many elements are not bitwise-equal numbers; a NaN is always wrong."""
+def count_wrong(result: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) -> int:
+    """Returns how many elements are off by more; a NaN is always wrong."""
+    if tolerance:
+        return int((~((result.double() - wanted.double()).abs() <= tolerance)).sum())
     if torch.equal(result, wanted):
         return 0
     return int(torch.ne(result, wanted).sum())

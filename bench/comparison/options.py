@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from collectives.backends.host.threads import MOST
 from collectives.bench.comparison.operations import OPERATIONS, REDUCTIONS, rounded_count
 from collectives.bench.comparison.peers import MPI4PY, is_mpi4py, is_own_backend, split_name
 from collectives.bench.core.arguments import (
@@ -18,9 +19,11 @@ from collectives.bench.core.arguments import (
     positive,
 )
 from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.machine import cores_of_ranks
 from collectives.bench.core.ranks import PlacementOptions
 from collectives.bench.core.text import format_bytes, parse_sizes
 from collectives.cli.mpi_job import usual_ranks
+from collectives.ranks.cores import shares
 from collectives.registry.backends import backend_spec
 
 DTYPES = tuple(
@@ -66,9 +69,9 @@ class Options(PlacementOptions):
 
     Attributes:
         backends: names of backends; BACKEND:ALGORITHM for an all-reduce made of a backend's messages or
-            broadcasts (naive, gather, ring, tree); torch:NAME for torch's functions on its backend NAME;
-            mpi4py for plain mpi4py under mpirun (where none are named, all backends usable here, and mpi4py
-            or torch:nccl).
+            broadcasts (naive, gather, ring, tree); host:clear for host without encryption between machines;
+            torch:NAME for torch's functions on its backend NAME; mpi4py for plain mpi4py under mpirun (where
+            none are named, nor threads, all backends usable here, and mpi4py or torch:nccl).
         ranks: numbers of ranks; one run each.
         sizes: bytes of the arrays: SIZE,... or FIRST:LAST[:FACTOR]; K, M, G; rounded up to a whole part for
             each rank.
@@ -83,6 +86,8 @@ class Options(PlacementOptions):
         warmup: how many calls come before, not timed (where it is not named, 2 to 5, as the budget allows).
         budget_s: seconds that each run should take.
         mpis: further installations of MPI, folders with ``bin`` and ``lib``, each a peer mpi4py:NAME.
+        threads: numbers of threads of a rank, each a peer host:NUMBER besides; a bound rank has an equal
+            share of the cores then, and peers that need more are left out.
 
     Raises:
         ValueError: a backend, an MPI or an operation is not known, a size is no multiple of the element's,
@@ -105,6 +110,7 @@ class Options(PlacementOptions):
     warmup: int | None = option(None, "--warmup", type=at_least(2), metavar="N")
     budget_s: float = option(40.0, "--budget", type=positive, metavar="SECONDS")
     mpis: tuple[tuple[str, str], ...] = option((), "--mpi", type=_parse_mpis, metavar="NAME=FOLDER,...")
+    threads: tuple[int, ...] = option((), "--threads", type=parse_counts(1), metavar="N,...")
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
@@ -114,6 +120,8 @@ class Options(PlacementOptions):
                 backend_spec(split_name(name)[0])
             elif is_mpi4py(name) and name not in {MPI4PY, *(f"{MPI4PY}:{mpi}" for mpi, _ in self.mpis)}:
                 raise ValueError(f"{name} names an MPI without a folder; say where it is (--mpi)")
+        if max(self.threads, default=1) > MOST:
+            raise ValueError(f"a rank has at most {MOST} threads, not {max(self.threads)}")
         for name in self.operations:
             if name not in OPERATIONS:
                 raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
@@ -131,6 +139,23 @@ class Options(PlacementOptions):
                     f"{ranks * needed / 2**30:.1f} GiB of memory, but {ranks * available / 2**30:.1f} GiB "
                     "are available"
                 )
+
+    def peers(self) -> tuple[str, ...] | None:
+        """Returns the names of the peers; ``None`` for the usual ones."""
+        threaded = tuple(f"host:{threads}" for threads in self.threads)
+        return self.backends if not threaded else (*(self.backends or ()), *threaded)
+
+    def cores_to_bind(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the cores of each rank: one, or with several threads all that there are for it.
+
+        Args:
+            ranks: number of ranks.
+
+        Raises:
+            ValueError: there are fewer cores than ranks.
+        """
+        one_each = tuple((core,) for core in cores_of_ranks(ranks))
+        return tuple(tuple(sorted(one)) for one in shares(ranks)) if self.threads else one_each
 
     @property
     def item_bytes(self) -> int:

@@ -5,12 +5,15 @@ A peer turns an operation and its tensors into a call without arguments. Whateve
 
 ``BACKEND:ALGORITHM``, such as ``host:ring``, is an all-reduce over the messages of a backend, with the
 algorithms of :mod:`collectives.backends.algorithms`: it shows what the backend's own all-reduce is worth.
+``BACKEND:int8`` and ``BACKEND:float8`` are quantized all-reduces. ``host:clear`` is ``host`` with connections
+between machines in clear: it shows what encryption costs; ``host:4`` is ``host`` with four threads a rank.
 ``torch:NAME`` is torch's functions on its backend NAME, ``mpi4py`` its upper-case calls under ``mpirun``.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,10 +25,13 @@ import torch.distributed as torch_dist
 
 import collectives
 from collectives.backends import algorithms
+from collectives.backends.host.threads import MOST
 from collectives.bench.comparison.operations import ROOT, Operation, partner
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.ranks import TIMEOUT
+from collectives.core import quantized
 from collectives.ranks.mpirun import find_mpirun
+from collectives.store.encryption import ENCRYPTION
 
 Call = Callable[[], object]
 
@@ -50,6 +56,36 @@ _FUNCTIONS = {
 }
 """Names of the capabilities behind an operation, where they differ from its own."""
 
+CLEAR = "clear"
+"""What stands in place of an algorithm for ``host`` without encryption."""
+
+
+def threads_of(backend: str, algorithm: str | None) -> int | None:
+    """Returns the threads of a rank that stand in place of an algorithm for ``host``; ``None`` for none.
+
+    Args:
+        backend: of a peer's name.
+        algorithm: likewise.
+    """
+    chosen = backend == "host" and algorithm is not None and algorithm.isdecimal()
+    return int(algorithm or 0) if chosen else None
+
+
+def _is_own(algorithm: str | None) -> bool:
+    """Returns whether the operations of the group itself are measured."""
+    return algorithm is None or algorithm == CLEAR or algorithm.isdecimal()
+
+
+QUANTIZED = {"int8": (torch.int8, 1 / 125), "float8": (torch.float8_e4m3fn, 0.14)}
+"""Data types of quantized all-reduces, and how far off these may be, in parts of the largest magnitudes."""
+
+_ALGORITHMS = (*algorithms.ALGORITHMS, *QUANTIZED)
+
+
+def inexactness(name: str) -> float:
+    """Returns how far off a peer's results may be, in parts of the sum of the ranks' largest magnitudes."""
+    return QUANTIZED.get(name.partition(":")[2], (None, 0.0))[1]
+
 
 def split_name(name: str) -> tuple[str, str | None]:
     """Returns the backend in a peer's name, and the algorithm; ``None`` for the backend's own operations.
@@ -63,10 +99,9 @@ def split_name(name: str) -> tuple[str, str | None]:
     backend, colon, algorithm = name.partition(":")
     if not colon:
         return name, None
-    if algorithm not in algorithms.ALGORITHMS:
-        raise ValueError(
-            f"unknown algorithm {algorithm!r} in {name!r}; known are {', '.join(algorithms.ALGORITHMS)}"
-        )
+    own = (backend, algorithm) == ("host", CLEAR) or 1 <= (threads_of(backend, algorithm) or 0) <= MOST
+    if algorithm not in _ALGORITHMS and not own:
+        raise ValueError(f"unknown algorithm {algorithm!r} in {name!r}; known are {', '.join(_ALGORITHMS)}")
     return backend, algorithm
 
 
@@ -88,9 +123,13 @@ def why_not(
         device: type of the device that the tensors are on.
         algorithm: name of an algorithm over the group's messages; ``None`` for the group's own operations.
     """
-    if algorithm is not None:
+    if algorithm is not None and not _is_own(algorithm):
         if operation.name != "all_reduce":
             return "is an all-reduce"
+        if algorithm in QUANTIZED:
+            if dtype in quantized.REDUCED and op.name in {"SUM", "AVG"}:
+                return None
+            return "takes SUM and AVG of floats of 16 bits and more"
         return algorithms.why_not(group, dtype, op, device)
     for name in _FUNCTIONS.get(operation.name, (operation.name,)):
         reason = group.capabilities.why_not(
@@ -104,6 +143,26 @@ def why_not(
     return None
 
 
+def open_group(backend: str, algorithm: str | None) -> collectives.ProcessGroup:
+    """Returns a group for a peer of a name; called by all ranks.
+
+    Args:
+        backend: of the name.
+        algorithm: likewise.
+    """
+    before = os.environ.get(ENCRYPTION)
+    if algorithm == CLEAR:
+        os.environ[ENCRYPTION] = "off"
+    try:
+        threads = threads_of(backend, algorithm)
+        options = None if threads is None else {"threads": threads}
+        return collectives.new_group(backend=backend, pg_options=options)
+    finally:
+        os.environ.pop(ENCRYPTION, None)
+        if before is not None:
+            os.environ[ENCRYPTION] = before
+
+
 def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp, algorithm: str | None) -> Bind:
     """Returns the peer that calls the public functions with a group, or an algorithm over its messages.
 
@@ -112,8 +171,13 @@ def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp, algori
         op: the reduction of operations that reduce.
         algorithm: name of the algorithm; ``None`` for the public functions.
     """
-    if algorithm is None:
+    if algorithm is None or _is_own(algorithm):
         return function_peer(collectives, group, op)
+    if algorithm in QUANTIZED:
+        dtype, _ = QUANTIZED[algorithm]
+        return lambda operation, given, result: partial(  # noqa: ARG005
+            collectives.quantized_all_reduce, result, op, group, dtype=dtype
+        )
     return lambda operation, given, result: partial(  # noqa: ARG005
         algorithms.all_reduce, result, algorithm, group, op
     )

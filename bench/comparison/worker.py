@@ -22,8 +22,10 @@ from collectives.bench.comparison.peers import (
     TORCH_NCCL,
     Bind,
     group_peer,
+    inexactness,
     mpi_peer,
     nccl_version,
+    open_group,
     open_torch,
     split_name,
     why_mpi_refuses,
@@ -143,6 +145,10 @@ class Worker:
         self._prepared = (operation.name, count)
 
     def _run_cold(self, operation: Operation, batch: Batch, found: BatchResult) -> None:
+        tolerance = inexactness(batch.peer)
+        if tolerance and batch.count:
+            largest = float(self._given.abs().max())
+            tolerance *= largest * (1 if self._options.redop == "avg" else self._size)
         while len(found.cold_ns) < batch.cold_calls:
             buffers = self._rotate(batch.count, batch.cold_calls - len(found.cold_ns))
             pairs = [self._pair(operation, batch.count, buffer) for buffer in buffers]
@@ -154,7 +160,7 @@ class Worker:
             found.cold_ns += [self._timed(operation, call)[1] for call in calls]
             for given, result in pairs:
                 if self._wanted is not None:
-                    found.cold_wrong += operations.count_wrong(result, self._wanted)
+                    found.cold_wrong += operations.count_wrong(result, self._wanted, tolerance)
                 if given is not result:
                     found.cold_wrong += operations.count_wrong(given, self._given)
 
@@ -325,7 +331,7 @@ def _peers(options: Options) -> tuple[dict[str, Bind], Ready]:
                 ready.versions[name] = nccl_version()
         else:
             backend, algorithm = split_name(name)
-            group = collectives.new_group(backend=backend)
+            group = open_group(backend, algorithm)
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=device, algorithm=algorithm)
             if backend in {"nccl", "mpi"}:

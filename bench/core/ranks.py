@@ -101,7 +101,7 @@ class Placement:
         device: type of the device that their tensors are on.
         host: where the parent's store listens.
         namespaces: the network namespace of each rank, where some play machines; empty where none do.
-        cores: on which each rank stays with all its threads; empty where the kernel chooses.
+        cores: those on which each rank stays with all its threads; empty where the kernel chooses.
         imports: modules to import first, which register further backends.
     """
 
@@ -111,7 +111,7 @@ class Placement:
     device: str
     host: str = LOCALHOST
     namespaces: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
     imports: tuple[str, ...] = ()
 
     def take(self, rank: int) -> None:
@@ -122,7 +122,7 @@ class Placement:
             enter(self.namespaces[rank])
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
         if self.cores:
-            os.sched_setaffinity(0, {self.cores[rank]})
+            os.sched_setaffinity(0, self.cores[rank])
         for module in self.imports:
             importlib.import_module(module)
 
@@ -177,11 +177,22 @@ class PlacementOptions:
         for module in self.imports:
             importlib.import_module(module)
         if self.bind:
-            cores_of_ranks(ranks)
+            self.cores_to_bind(ranks)
         check_machines(ranks, self.machines, self.link)
         check_device(self.device)
         if self.machines > 1 and self.device != "cpu":
             raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
+
+    def cores_to_bind(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the cores that each of so many ranks stays on.
+
+        Args:
+            ranks: number of ranks.
+
+        Raises:
+            ValueError: there are fewer cores than ranks.
+        """
+        return tuple((core,) for core in cores_of_ranks(ranks))
 
     def environment(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Returns machine, devices and versions.
@@ -235,7 +246,7 @@ class PlacementOptions:
                 self.device,
                 host,
                 () if machines is None else machines.namespaces_of(size),
-                cores_of_ranks(size) if self.bind else (),
+                self.cores_to_bind(size) if self.bind else (),
                 self.imports,
             )
             with start_ranks(backends, size, body, (placement, *args), mpirun) as processes:

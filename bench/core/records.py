@@ -83,6 +83,7 @@ class Timing:
         p10_us: tenth percentile.
         p90_us: ninetieth percentile.
         min_us: shortest.
+        mean_us: arithmetic mean, which rare long calls show in.
     """
 
     calls: int
@@ -90,6 +91,7 @@ class Timing:
     p10_us: float
     p90_us: float
     min_us: float
+    mean_us: float
 
     @classmethod
     def of(cls, ranks_ns: Sequence[Sequence[int]]) -> Timing:
@@ -100,7 +102,8 @@ class Timing:
         """
         slowest_us = np.asarray(ranks_ns, dtype=np.float64).max(axis=0) / 1e3
         p10, median, p90 = np.percentile(slowest_us, (10, 50, 90))
-        return cls(slowest_us.size, float(median), float(p10), float(p90), float(slowest_us.min()))
+        ends = float(slowest_us.min()), float(slowest_us.mean())
+        return cls(slowest_us.size, float(median), float(p10), float(p90), *ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from collectives.api.coalescing import DEFERRED, DeferredWork, defer, pending
 from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
-from collectives.core import operations, sparse
-from collectives.core.arguments.validation import check_limit, check_list, fail
-from collectives.core.operations import ALL_REDUCE, Operand, Operation
+from collectives.core import operations, quantized, sparse
+from collectives.core.arguments.validation import check_limit, fail
+from collectives.core.operations import ALL_REDUCE, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.core.work import Async, Sync, Work, finish
@@ -47,6 +47,7 @@ __all__ = [
     "broadcast",
     "gather",
     "monitored_barrier",
+    "quantized_all_reduce",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -91,12 +92,8 @@ def issue(
     code = reduction.code
     work = target.fast_collective(operation.opcode, outputs, inputs, code, place, operation.lists, async_op)
     if work is None:
-        listed = _LISTS.get(operation, "")
-        if listed and operation.output is Operand.EACH:
-            outputs = _checked_list(target, operation, place, outputs, listed)
-        elif listed:
-            inputs = _checked_list(target, operation, place, inputs, listed)
-        work = target.call(operation, outputs, inputs, op=reduction, root=place, async_op=async_op)
+        about = {"op": reduction, "root": place, "async_op": async_op, "listed": _LISTS.get(operation, "")}
+        work = target.call(operation, outputs, inputs, **about)
     return finish(work, async_op)
 
 
@@ -107,22 +104,6 @@ _LISTS = {
     operations.SCATTER: "scatter_list",
 }
 """What users call the list of a tensor for each rank, where messages call it so."""
-
-
-def _checked_list(
-    group: ProcessGroup, operation: Operation, root: int, tensors: Any, name: str
-) -> list[torch.Tensor] | None:
-    """Returns the list of a tensor for each rank, which only the root gives where there is one."""
-    # Not by the truth of what is given, which may be a tensor by mistake.
-    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
-    what, size = operation.name, group.size()
-    if operation.rooted and group.rank() != root:
-        if not absent:
-            fail(group, what, f"{name} is for the root, rank {root} of the group; give None on this rank")
-        return None
-    if operation.rooted and absent:
-        fail(group, what, f"this rank is the root and must give {name}, a tensor for each of {size} ranks")
-    return check_list(group, what, tensors, name)
 
 
 @overload
@@ -232,6 +213,77 @@ def all_reduce_into_tensor(
             collectives.all_reduce_into_tensor(total, torch.ones(2))  # [2.0, 2.0] on both
     """
     return issue(group, operations.ALL_REDUCE_INTO_TENSOR, output, input, async_op, op=op)
+
+
+@overload
+def quantized_all_reduce(
+    tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ..., *, dtype: torch.dtype = ...,
+    block: int = ...,
+) -> None: ...  # fmt: skip
+@overload
+def quantized_all_reduce(
+    tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ..., *,
+    dtype: torch.dtype = ..., block: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def quantized_all_reduce(
+    tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ..., *, dtype: torch.dtype = ...,
+    block: int = ...,
+) -> Work | None: ...  # fmt: skip
+def quantized_all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    dtype: torch.dtype = torch.int8,
+    block: int = quantized.BLOCK,
+) -> Work | None:
+    """Reduces a tensor over all ranks, in place, in 8 bits for each element; bitwise the same on every rank.
+
+    Sends about a quarter of the bytes of float32, at any number of ranks. Each rank adds up a part of the
+    tensor, in float32 whatever the tensor's data type, by an all-to-all, and all gather the sums. What is
+    sent, both times, is rounded to 8 bits, with a scale for each block of elements; the guide on numerics
+    states how far the result can be off. Infinity and NaN stay what they are, in their place. With one rank
+    nothing is done.
+
+    Args:
+        tensor: same shape and data type on every rank, of float32, float16, bfloat16 or float64; input and
+            output.
+        op: SUM or AVG.
+        group: the ranks that take part; ``None`` for the default group.
+        async_op: whether to return before the sums are gathered, with a Work; the tensor must not be touched
+            until it is done. The call blocks while the ranks add up, unless the tensor is on a CUDA device.
+        dtype: what elements become: ``torch.int8`` for levels of equal distance, with the least error for the
+            largest elements; or ``torch.float8_e4m3fn``, of 4 significant bits, with the least error for
+            elements that are small beside others in their block.
+        block: elements that share a scale, of 4 bytes; 64 and more for at most 27 % of float32's bytes.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        TypeError: ``block`` is no integer.
+        ValueError: ``dtype`` is another one, or ``block`` is not positive.
+        UnsupportedOperationError: the tensor has another data type, or the reduction is another one.
+        CollectiveMismatchError: the ranks' tensors or arguments differ; nothing was changed. Not raised for
+            tensors on a CUDA device, which the host does not wait for: their ranks must agree.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` may raise it.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.tensor([1.0, -127.0]) * (rank + 1)
+            collectives.quantized_all_reduce(tensor)  # [3.0, -381.0] on both
+    """
+    target = member_group(group, "quantized_all_reduce")
+    if target is None:
+        return None
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "quantized_all_reduce", op)
+    work = quantized.allreduce(target, tensor, op, dtype=dtype, block=block, async_op=async_op)
+    return finish(work, async_op)
 
 
 @overload

@@ -122,7 +122,7 @@ def checked(group: ProcessGroup, *, detail: bool = False) -> ProcessGroup:
         detail: whether the caller asks for the comparison, whatever the level is.
     """
     wanted = detail or get_debug_level() >= DebugLevel.DETAIL
-    if not wanted or group.size() == 1:
+    if not wanted or (group.size() == 1 and not group.supports_reconfigure):  # which may get more members
         return group
     from collectives.core.checked_group import CheckedGroup
 

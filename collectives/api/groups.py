@@ -28,13 +28,15 @@ from collectives.api.world_state import (
 )
 from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
-from collectives.errors import DistBackendError, DistNetworkError
+from collectives.errors import DistBackendError, DistNetworkError, GroupAbortedError
 from collectives.logs import Log
 from collectives.registry import backends as registry
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import Backend, BackendConfig, default_timeout
-from collectives.store import PrefixStore
+from collectives.store import HashStore, PrefixStore
 from collectives.store.joining.agreement import join_group
+from collectives.store.joining.meeting_place import Members
+from collectives.store.joining.standby import MetWorld
 from collectives.store.joining.world_rendezvous import KEYS
 from collectives.time_limits import time_limit
 
@@ -51,6 +53,8 @@ __all__ = [
 ]
 
 log = Log()
+
+_DEFAULT_NAME = "0"
 
 
 def make_group(
@@ -97,11 +101,7 @@ def make_group(
         for backend in names:
             made[backend] = create(backend)
         by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
-        can = {kind: part.capabilities for kind, part in by_device.items()}
-        config.narrow(
-            [kind for kind, stated in can.items() if kind in stated.devices],
-            {kind: stated.refusals[kind] for kind, stated in can.items() if kind in stated.refusals},
-        )
+        _narrow(config, by_device)
         group = made[names[0]]
         if mixed:
             group = ProcessGroupByDevice(by_device, store)
@@ -110,8 +110,74 @@ def make_group(
         abort_all(made.values())
         raise
     register(group, name, config, ranks)
+    group._when_members_change(_follow_members, "" if world.default is None else world.store.scope)
     log.of(group).info("joined, with global ranks %s", list(ranks))
     return group
+
+
+def _narrow(config: BackendConfig, by_device: Mapping[str, ProcessGroup]) -> None:
+    """Leaves the device types out that the groups cannot serve here."""
+    can = {kind: part.capabilities for kind, part in by_device.items()}
+    config.narrow(
+        [kind for kind, stated in can.items() if kind in stated.devices],
+        {kind: stated.refusals[kind] for kind, stated in can.items() if kind in stated.refusals},
+    )
+
+
+def make_unformed(config: BackendConfig, limit: timedelta, options: Any) -> ProcessGroup:
+    """Makes a default group that has no members yet.
+
+    Args:
+        config: of a backend that can take members.
+        limit: time limit of its operations.
+        options: options of the backend itself.
+    """
+    (backend,) = config.names()
+    about = registry.GroupOptions(
+        store=HashStore(),
+        rank=0,
+        size=1,
+        timeout=limit,
+        group_name=_DEFAULT_NAME,
+        group_desc="default_pg",
+        pg_options=options,
+        unformed=True,
+    )
+    group = checked(registry.create_group(backend, about))
+    _narrow(config, dict.fromkeys(config.get_device_backend_map(), group))
+    return group
+
+
+def register_unformed(group: ProcessGroup, config: BackendConfig) -> None:
+    """Registers a default group that :func:`make_unformed` has made of the same configuration."""
+    register(group, _DEFAULT_NAME, config, [0])
+    group._when_members_change(_follow_members)
+
+
+def _follow_members(group: ProcessGroup, members: Members) -> None:
+    """Brings the world up to date once one of its groups has taken other members."""
+    record = world.records.get(group)
+    if record is None:  # it has ended
+        return
+    if group is not world.default:
+        register(group, record.name, record.config, members.global_ranks)
+        return
+    group.set_global_ranks(range(members.size))
+    ended = [other for other in world.records if other is not group]
+    cause = GroupAbortedError(
+        f"rank {group.rank()} of the default group reconfigured that, which ends all other groups; make them "
+        "again with new_group"
+    )
+    for other in ended:
+        other._break_for(cause)
+    _end_groups(ended)
+    register(group, record.name, record.config, range(members.size))
+    if not isinstance(world.standby, MetWorld):  # which serves the store of these members already
+        close_store(world.standby)
+    world.standby = MetWorld(group._place("reconfigure"), members.handles)
+    world.store = PrefixStore("world", members.store)
+    world.created, world.local_turns = 1, {}
+    log.of(group).info("reconfigured as rank %d of %d", group.rank(), group.size())
 
 
 def decline_group(parent: ProcessGroup, config: BackendConfig, options: Any) -> None:
@@ -589,6 +655,7 @@ def shrink_group(
             device=world.device,
             base=store,
         )
+        made._succeed(old)
         if replaces:
             _replace_world(made, PrefixStore(f"after/{name}", store), moved)
             if standby is not None:
@@ -604,11 +671,9 @@ def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
         store: what becomes the world's store.
         moved: the new base of it, if it has one.
     """
-    for ended in [group for group in world.records if group is not made]:
-        drop_deferred(ended)
-        del world.records[ended]
-        abort_all([ended])
+    _end_groups([group for group in world.records if group is not made])
     world.default = made
+    made._when_members_change(_follow_members)  # of whatever world
     if moved is not None:
         if world.owns_store:
             close_store(world.base)
@@ -616,6 +681,15 @@ def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
     # Names of groups are counted by the members that are left, and apart from those of the old world.
     world.store = store
     world.created, world.local_turns = 1, {}
+
+
+def _end_groups(groups: Iterable[ProcessGroup]) -> None:
+    """Aborts and forgets groups of a world that has changed."""
+    for ended in groups:
+        drop_deferred(ended)
+        del world.records[ended]
+        abort_all([ended])
+        ended._leave_place()
 
 
 def _check(group: ProcessGroup, excluded: list[int], flags: int) -> None:

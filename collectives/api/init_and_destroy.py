@@ -28,6 +28,7 @@ from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
+from collectives.store.joining.standby import MetWorld
 from collectives.store.joining.world_rendezvous import leave_world, wait_for_leavers
 
 __all__ = ["destroy_process_group", "init_process_group"]
@@ -127,7 +128,7 @@ def init_process_group(
             close_store(world.standby)
             world.clear()
             raise
-    _at_exit_once()
+    end_at_exit()
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -154,6 +155,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             record_of(group)
             drop_deferred(group)
             del world.records[group]
+            group._leave_place()
             try:
                 group.shutdown()
             except BaseException:
@@ -171,7 +173,8 @@ def _end_world(*, gracefully: bool) -> None:
     default, groups, store = default_group(), list(world.records), world.store
     owned, standby = (world.base if world.owns_store else None), world.standby
     first: BaseException | None = None
-    serves = owned is not None and default.rank() == (0 if standby is None else max(standby.server, 0))
+    has_server = owned is not None or isinstance(standby, MetWorld)
+    serves = has_server and default.rank() == (0 if standby is None else max(standby.server, 0))
     lost = {record.ranks[r] for group, record in world.records.items() if serves for r in group.lost_ranks()}
     if gracefully:
         _warn_of_unseen_world()
@@ -196,6 +199,8 @@ def _end_world(*, gracefully: bool) -> None:
             except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
                 first = first or error
                 abort_all(groups[-1:])
+            if groups[-1] is not default:
+                groups[-1]._leave_place()
             del groups[-1]
         leave_world(store, default.rank())
         if serves:
@@ -205,6 +210,7 @@ def _end_world(*, gracefully: bool) -> None:
         leave_world(store, default.rank())
         raise
     finally:
+        default._leave_place()
         close_store(owned)
         close_store(standby)
     if first is not None:
@@ -225,7 +231,8 @@ def _warn_of_unseen_world() -> None:
         )
 
 
-def _at_exit_once() -> None:
+def end_at_exit() -> None:
+    """Has the world ended where the process ends and the user has not."""
     global _exit_hooked
     if not _exit_hooked:
         atexit.register(_at_exit)

@@ -18,7 +18,8 @@ from collectives.forks import belongs_to_parent
 
 if TYPE_CHECKING:
     from collectives.registry.names import BackendConfig
-    from collectives.store.joining.standby import Standby
+    from collectives.store.joining.meeting_place import MeetingPlace
+    from collectives.store.joining.standby import MetWorld, Standby
 
 __all__ = [
     "GroupMember",
@@ -78,6 +79,7 @@ class World:
         known_to_torch: whether ``torch.distributed`` was told of this world.
         owns_store: whether the store was made here, for an address, and not given by the user.
         standby: who serves the store next, where the rank that does is left out.
+        place: where other processes find this one, which is in no world and has been asked for a handle.
         pid: process that made the world; a forked child must not end the groups of its parent.
         lock: held while groups are made or ended.
     """
@@ -98,7 +100,8 @@ class World:
         self.device: torch.device | None = None
         self.known_to_torch = False
         self.owns_store = False
-        self.standby: Standby | None = None
+        self.standby: Standby | MetWorld | None = None
+        self.place: MeetingPlace | None = None
         self.pid = os.getpid()
 
     @property

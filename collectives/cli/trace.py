@@ -14,6 +14,7 @@ that torch's analyzer of flight records takes:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import pickle
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives.cli import CommandError, printable
 from collectives.cli.backends import Table, plain_text
@@ -66,6 +67,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 _END_TOGETHER = ("all_", "barrier", "reduce_scatter")
 
+_T = TypeVar("_T")
+
+
+def _field(convert: Callable[[Any], object], key: str = "") -> Any:
+    """Returns a field that is an entry of a file: under that key, else under the field's name."""
+    return dataclasses.field(metadata={"convert": convert, "key": key})
+
+
+def _generation(given: Any) -> int:
+    """Reads how often a group had taken other members; a group that never did so may not say it."""
+    return 0 if given is None else int(given)
+
+
+def _each(kind: type[_T], given: Sequence[Any]) -> tuple[_T, ...]:
+    """Returns an object for each of several parts of a file, made of its entries."""
+    about = [(one.name, *one.metadata.values()) for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return tuple(
+        kind(**{name: convert(_entry_of(values, key or name)) for name, convert, key in about})
+        for values in given
+    )
+
+
+def _entry_of(values: Any, key: str) -> Any:
+    return values.get(key) if key == "generation" else values[key]
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -84,20 +110,22 @@ class Operation:
         ended: when it ended; ``None`` for a pending one.
         error: why it failed.
         site: the source line that issued it, where that is known.
+        generation: how often the group had taken other members then.
     """
 
-    number: int
-    name: str
-    detail: str
-    shape: tuple[int, ...] | None
-    dtype: str
-    nbytes: int
-    timeout: float
-    state: str
-    began: int
-    ended: int | None
-    error: str
-    site: str
+    number: int = _field(int)
+    name: str = _field(str)
+    detail: str = _field(str)
+    shape: tuple[int, ...] | None = _field(lambda given: None if given is None else tuple(map(int, given)))
+    dtype: str = _field(str)
+    nbytes: int = _field(int, "bytes")
+    timeout: float = _field(float, "timeout_seconds")
+    state: str = _field(str)
+    began: int = _field(int, "began_ns")
+    ended: int | None = _field(lambda given: None if given is None else int(given), "ended_ns")
+    error: str = _field(str)
+    site: str = _field(str)
+    generation: int = _field(_generation)
 
     @property
     def is_message(self) -> bool:
@@ -121,14 +149,25 @@ class Group:
         rank: the rank within the group.
         global_ranks: ranks of the members in the default group, by group rank.
         operations: the last ones, in the order in which they began.
+        generation: how often it has taken other members, with each of which operations count anew.
     """
 
-    name: str
-    description: str
-    backend: str
-    rank: int
-    global_ranks: tuple[int, ...]
-    operations: tuple[Operation, ...]
+    name: str = _field(str)
+    description: str = _field(str)
+    backend: str = _field(str)
+    rank: int = _field(int)
+    global_ranks: tuple[int, ...] = _field(lambda given: tuple(map(int, given)))
+    operations: tuple[Operation, ...] = _field(lambda given: _each(Operation, given))
+    generation: int = _field(_generation)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.global_ranks):
+            raise ValueError(f"rank {self.rank} in a group of {len(self.global_ranks)}")
+
+    @property
+    def collectives(self) -> list[Operation]:
+        """The collectives among the operations of the members that it has now."""
+        return [one for one in self.operations if one.generation == self.generation and not one.is_message]
 
 
 @dataclass(frozen=True)
@@ -146,14 +185,14 @@ class FlightFile:
         groups: its groups, in the order in which they were made.
     """
 
-    rank: int
-    process: int
-    host: str
-    boot: str
-    reason: str
-    monotonic: int
-    time: int
-    groups: tuple[Group, ...]
+    rank: int = _field(int)
+    process: int = _field(int)
+    host: str = _field(str)
+    boot: str = _field(str)
+    reason: str = _field(str)
+    monotonic: int = _field(int, "monotonic_ns")
+    time: int = _field(int, "time_ns")
+    groups: tuple[Group, ...] = _field(lambda given: _each(Group, given))
 
 
 def read_files(paths: Sequence[Path]) -> list[FlightFile]:
@@ -180,12 +219,7 @@ def _read(path: Path) -> FlightFile:
             raise CommandError(
                 f"{path} has the format {values['format']!r}, but this version reads {FORMAT!r}"
             )
-        return FlightFile(
-            **_fields(values, rank=int, process=int, host=str, boot=str, reason=str),
-            monotonic=int(values["monotonic_ns"]),
-            time=int(values["time_ns"]),
-            groups=tuple(_group(group) for group in values["groups"]),
-        )
+        return _each(FlightFile, [values])[0]
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -193,34 +227,6 @@ def _read(path: Path) -> FlightFile:
             f"{path} is no flight record: {type(error).__name__}: {error}; files are written by "
             "dump_flight_record, and as COLLECTIVES_FLIGHT_RECORD_FILE says"
         ) from None
-
-
-def _fields(values: Any, **kinds: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns entries of a file by name, each of its kind."""
-    return {name: kind(values[name]) for name, kind in kinds.items()}
-
-
-def _group(values: Any) -> Group:
-    group = Group(
-        **_fields(values, name=str, description=str, backend=str, rank=int),
-        global_ranks=tuple(int(rank) for rank in values["global_ranks"]),
-        operations=tuple(_operation(one) for one in values["operations"]),
-    )
-    if not 0 <= group.rank < len(group.global_ranks):
-        raise ValueError(f"rank {group.rank} in a group of {len(group.global_ranks)}")
-    return group
-
-
-def _operation(values: Any) -> Operation:
-    shape, ended = values["shape"], values["ended_ns"]
-    return Operation(
-        **_fields(values, number=int, name=str, detail=str, dtype=str, state=str, error=str, site=str),
-        shape=None if shape is None else tuple(int(extent) for extent in shape),
-        nbytes=int(values["bytes"]),
-        timeout=float(values["timeout_seconds"]),
-        began=int(values["began_ns"]),
-        ended=None if ended is None else int(ended),
-    )
 
 
 def clock_offsets(files: Sequence[FlightFile]) -> dict[str, int]:
@@ -246,16 +252,16 @@ def clock_offsets(files: Sequence[FlightFile]) -> dict[str, int]:
     return offsets
 
 
-def _ends(files: Sequence[FlightFile], boot: str, offset: int) -> dict[tuple[str, str, int], float]:
+def _ends(files: Sequence[FlightFile], boot: str, offset: int) -> dict[tuple[str, int, str, int], float]:
     """Returns when operations of all ranks ended on a machine."""
-    found: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    found: dict[tuple[str, int, str, int], list[int]] = defaultdict(list)
     for file in files:
         if file.boot != boot:
             continue
         for group in file.groups:
             for one in group.operations:
                 if one.name.startswith(_END_TOGETHER) and one.state == "done" and one.ended is not None:
-                    found[group.name, one.name, one.number].append(one.ended + offset)
+                    found[group.name, one.generation, one.name, one.number].append(one.ended + offset)
     return {key: median(times) for key, times in found.items()}
 
 
@@ -276,7 +282,8 @@ def _text(files: Sequence[FlightFile]) -> str:
 def _row(file: FlightFile, group: Group) -> tuple[str, ...]:
     last = group.operations[-1] if group.operations else None
     return (
-        f"{group.backend} group {group.name!r} of {len(group.global_ranks)}",
+        f"{group.backend} group {group.name!r} of {len(group.global_ranks)}"
+        + (f", generation {group.generation}" if group.generation else ""),
         str(group.rank),
         str(file.rank),
         "" if last is None else last.state,
@@ -289,8 +296,7 @@ def _behind(members: Sequence[Group]) -> Iterator[str]:
     """Yields a line where some ranks have begun a collective that others have not."""
     latest: dict[int, Operation | None] = {}
     for group in members:
-        collectives = [one for one in group.operations if not one.is_message]
-        latest[group.rank] = max(collectives, key=lambda one: one.number, default=None)
+        latest[group.rank] = max(group.collectives, key=lambda one: one.number, default=None)
     newest = max((one for one in latest.values() if one), key=lambda one: one.number, default=None)
     if newest is None:
         return
@@ -425,7 +431,7 @@ def _first_numbers(files: Sequence[FlightFile]) -> dict[_Place, int]:
     first: dict[_Place, int] = {}
     for file in files:
         for group in file.groups:
-            numbers = [one.number for one in group.operations if not one.is_message]
+            numbers = [one.number for one in group.collectives]
             place = group.name, group.global_ranks
             first[place] = max(first.get(place, 0), min(numbers, default=0))
     return first
@@ -435,8 +441,8 @@ def _record(file: FlightFile, first: dict[_Place, int]) -> dict[str, Any]:
     chosen = [
         (group, one)
         for group in file.groups
-        for one in group.operations
-        if not one.is_message and one.number >= first[group.name, group.global_ranks]
+        for one in group.collectives
+        if one.number >= first[group.name, group.global_ranks]
     ]
     chosen.sort(key=lambda pair: pair[1].began)
     return {

@@ -143,12 +143,13 @@ def examine(
     Raises:
         RuntimeError: the ranks cannot make a group of the backend.
     """
+    setup = _Setup(backend, ranks, timeout_s, tuple(imports), device, prepare, verify)
     answers = {}
     examinees: _Examinees | None = None
     try:
         for question in asked:
             if examinees is None:
-                examinees = _Examinees(backend, ranks, timeout_s, imports, device, prepare, verify)
+                examinees = _Examinees(setup)
             answer, usable = examinees.ask(question)
             answers[question] = answer
             progress(question, answer)
@@ -169,28 +170,31 @@ _AT_ONCE_S = 1.0
 """An error that comes later than this has waited for other ranks."""
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """What ranks are told, as :func:`examine` takes it."""
+
+    backend: str
+    ranks: int
+    timeout_s: float
+    imports: tuple[str, ...]
+    device: str
+    prepare: Callable[[int, int], object] | None
+    verify: Callable[[], object] | None
+
+
 class _Examinees:
     """The ranks of one group."""
 
-    def __init__(
-        self,
-        backend: str,
-        ranks: int,
-        timeout_s: float,
-        imports: Sequence[str],
-        device: str,
-        prepare: Callable[[int, int], object] | None,
-        verify: Callable[[], object] | None,
-    ) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, setup: _Setup) -> None:
+        self._timeout_s = setup.timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="collectives-conformance-")
-        path = f"{self._folder.name}/store"
-        about = (backend, ranks, path, timeout_s, tuple(imports), device, prepare, verify)
-        self._ranks = SpawnedRanks(ranks, _serve, about)
+        self._ranks = SpawnedRanks(setup.ranks, _serve, (setup, f"{self._folder.name}/store"))
         try:
-            first = self._ranks.collect(_START_S + timeout_s)
-            if first != [_READY] * ranks:
-                raise RuntimeError(f"no group of backend {backend!r} could be made: {next(_failures(first))}")
+            first = self._ranks.collect(_START_S + setup.timeout_s)
+            if first != [_READY] * setup.ranks:
+                why = next(_failures(first))
+                raise RuntimeError(f"no group of backend {setup.backend!r} could be made: {why}")
         except BaseException:
             self.close(at_once=True)
             raise
@@ -245,34 +249,24 @@ def _judge(replies: Sequence[Any]) -> tuple[Status, str, bool]:
     return Status.WRONG, text, usable
 
 
-def _serve(
-    rank: int,
-    connection: Connection,
-    backend: str,
-    ranks: int,
-    path: str,
-    timeout_s: float,
-    imports: tuple[str, ...],
-    device: str,
-    prepare: Callable[[int, int], object] | None,
-    verify: Callable[[], object] | None,
-) -> None:
+def _serve(rank: int, connection: Connection, setup: _Setup, path: str) -> None:
     """Body of a rank: answers until the connection closes."""
+    ranks, device, verify = setup.ranks, setup.device, setup.verify
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of functions that torch renames, and the like; errors are reported
     try:
-        if prepare is not None:
-            prepare(rank, ranks)
+        if setup.prepare is not None:
+            setup.prepare(rank, ranks)
         elif device == "cuda":
             take_cuda_device(rank, ranks)
-        for module in imports:
+        for module in setup.imports:
             importlib.import_module(module)
         store = c10d.FileStore(path, ranks)
         # the limit of the group is for its operations, not for how long the slowest rank takes to get here
         store.set(f"imported/{rank}", "")
         store.wait([f"imported/{r}" for r in range(ranks)], timedelta(seconds=_START_S))
-        limit = timedelta(seconds=timeout_s)
-        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        limit = timedelta(seconds=setup.timeout_s)
+        torch_dist.init_process_group(setup.backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         torch_dist.barrier()
     except Exception as error:  # noqa: BLE001 - reported
         connection.send((Status.WRONG, _in_words(error), False))

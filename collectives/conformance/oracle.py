@@ -39,38 +39,38 @@ BYTES_ONLY = (torch.float4_e2m1fn_x2, torch.bits8, torch.bits16, torch.uint4)  #
 PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 PREMUL = make_premul_sum(0.3)
-OPS = (
-    ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
-    ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, PREMUL,
-)  # fmt: skip
+OPS = (*(op for op in ReduceOp.__members__.values() if op != ReduceOp.PREMUL_SUM), PREMUL)
 
 MARGIN = 0xA5
 
 _KEPT_COUNT = 2048
-"""Most elements of tensors that are kept, since many cases have the same."""
+"""Most elements of tensors of which many are kept, since many cases have the same; of larger ones few are."""
 
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @functools.lru_cache(maxsize=512)
 def _hash(rank: int, count: int, salt: int) -> torch.Tensor:
-    """Non-negative 31-bit numbers that look random."""
-    index = torch.arange(count, dtype=torch.int64)
-    mixed = (index * 2654435761 + rank * 97531 + salt * 7919 + 12345) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
-    return (mixed ^ (mixed >> 13)) >> 1
+    """Non-negative numbers of 31 bits that look random."""
+    begin = (rank * 97531 + salt * 7919 + 12345) & 0xFFFFFFFF
+    mixed = np.arange(count, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(begin)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(2246822519)
+    # Copied, because the stride of an empty array of NumPy is 0.
+    return torch.empty(count, dtype=torch.int32).copy_(torch.from_numpy((mixed ^ (mixed >> 13)) >> 1))
 
 
 def values(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Tensor:
     """Returns what a rank holds; a new flat tensor of ``count`` elements."""
-    if count <= _KEPT_COUNT:
-        return _kept_bytes(dtype, rank, count, salt).clone().view(dtype)
-    return _make(dtype, rank, count, salt)
+    kept = _small_bytes if count <= _KEPT_COUNT else _large_bytes
+    return kept(dtype, rank, count, salt).clone().view(dtype)
 
 
-@functools.lru_cache(maxsize=2048)
-def _kept_bytes(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
+def _bytes(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
     return _make(dtype, rank, count, salt).view(torch.uint8)  # since torch cannot copy some of the types
+
+
+_small_bytes = functools.lru_cache(maxsize=2048)(_bytes)
+_large_bytes = functools.lru_cache(maxsize=32)(_bytes)
 
 
 def _make(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
@@ -81,12 +81,13 @@ def _make(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
         return mixed % 3 != 0
     if dtype in INTS:
         # All bits of the type are used, so that sums wrap around.
-        wide = mixed | (mixed << 33)
+        wide = mixed.to(torch.int64)
+        wide |= wide << 33
         return wide.view(torch.uint8).view(-1, 8)[:, : dtype.itemsize].contiguous().view(-1).view(dtype)
     if dtype is torch.float8_e8m0fnu:
         return torch.pow(2.0, (mixed % 21 - 10).to(torch.float32)).to(dtype)
     if dtype in FLOATS:
-        return ((mixed % 2001 - 1000).to(torch.float64) / 64).to(torch.float32).to(dtype)
+        return ((mixed % 2001 - 1000).to(torch.float32) / 64).to(dtype)
     return (mixed % 256).to(torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)
 
 
@@ -186,6 +187,8 @@ class Placed:
 
     def margin_is_whole(self) -> bool:
         """Returns whether nothing but the tensor's elements was written."""
+        if self.tensor.nbytes == self.buffer.nbytes:  # of elements that lie apart
+            return True
         mask = torch.zeros(self.buffer.numel() // self.tensor.element_size(), dtype=torch.bool)
         if self.tensor.numel():
             offset = self.tensor.storage_offset()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -36,46 +38,32 @@ from collectives.errors import (
 )
 from collectives.forks import belongs_to_parent, call_in_forked_children
 from collectives.store.joining.agreement import exchange
+from collectives.store.joining.meeting_place import MeetingPlace, Members
 from collectives.store.prefix import PrefixStore
-from collectives.time_limits import time_limit
+from collectives.time_limits import left_until, time_limit
+
+RECONFIGURE = "reconfigure"
+"""The operation that errors name whose group was broken because it takes other members."""
 
 _TAG = 2**31 - 1
 """Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
 
 
-class HostCopy(ABC):
-    """A copy that was begun; see :meth:`collectives.ProcessGroup.to_host_later`."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Returns whether :meth:`result` would not block; never blocks."""
-
-    @abstractmethod
-    def result(self) -> torch.Tensor:
-        """Returns the values; blocks until they are there.
-
-        Raises:
-            DistError: the group broke meanwhile, so that they may be anything.
-        """
-
-
-class LateHostCopy(HostCopy):
-    """A copy that is made when its values are asked for, as of tensors on the CPU.
+class HostCopy:
+    """A copy that was begun; see :meth:`collectives.ProcessGroup.to_host_later`.
 
     Args:
-        make: makes it, as :meth:`collectives.ProcessGroup.to_host`.
+        result: returns the values; blocks until they are there. Raises a :class:`~collectives.DistError`
+            where the group broke meanwhile, so that they may be anything.
+        done: returns whether ``result`` would wait for nothing; never blocks. A copy that is made when its
+            values are asked for, as of tensors on the CPU, is done from the start.
     """
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self._make = make
+    __slots__ = ("done", "result")
 
-    def done(self) -> bool:
-        """Returns ``True``: what the copy waits for is not begun later."""
-        return True
-
-    def result(self) -> torch.Tensor:
-        """Makes the copy."""
-        return self._make()
+    def __init__(self, result: Callable[[], torch.Tensor], done: Callable[[], bool] = lambda: True) -> None:
+        self.result = result
+        self.done = done
 
 
 class BackendInterface(Uncompiled, ABC):
@@ -124,11 +112,15 @@ class BackendInterface(Uncompiled, ABC):
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
         self._renewals = 0
+        self._generation = 0
+        self._meeting_place: MeetingPlace | None = None
+        self._members_changed: Callable[[Any, Members], None] | None = None
+        self._is_part = False
+        self._world = ""
         self._inherited = False
         self._global_ranks: tuple[int, ...] = tuple(range(size))
         self._flight_record = FlightRecord(dump.dump_at_error)
-        if self._is_recorded:
-            dump.register(self)
+        dump.groups.add(self)
         dump.watch_for_signal()
         call_in_forked_children(self, _leave_to_parent)
 
@@ -156,11 +148,21 @@ class BackendInterface(Uncompiled, ABC):
             ranks: one for each member, by group rank.
         """
         self._global_ranks = tuple(ranks)
+        dump.groups.note_change()
 
     @property
     def flight_record(self) -> FlightRecord:
         """The last operations of the group, and totals of all of them."""
         return self._flight_record
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the group itself enters its operations into :attr:`flight_record`."""
+        return self._is_recorded
+
+    def _number_begun(self) -> int:
+        """Returns how many operations this rank has begun; zero where nothing is recorded."""
+        return self._flight_record.begun
 
     def stats(self) -> Totals:
         """Returns what the group has done so far, by names of operations.
@@ -180,6 +182,26 @@ class BackendInterface(Uncompiled, ABC):
                 group.stats()["all_reduce"]["bytes"]  # 16
         """
         return self._flight_record.totals()
+
+    def _recorded(self) -> dict[str, Any]:
+        """Returns what dumps tell of the group."""
+        record = self._flight_record
+        operations = record.operations()
+        return {
+            "name": self._group_name,
+            "description": self._group_desc,
+            "backend": self.name(),
+            "rank": self._rank,
+            "size": self._size,
+            "generation": self.generation,
+            "global_ranks": list(self._global_ranks),
+            "begun": record.begun,
+            "stats": self.stats(),
+            "operations": [
+                {**operation.values(), "generation": record.generation_of(operation)}
+                for operation in operations
+            ],
+        }
 
     @property
     def group_name(self) -> str:
@@ -215,7 +237,8 @@ class BackendInterface(Uncompiled, ABC):
     def describe(self) -> str:
         """Returns the group in words, for messages."""
         desc = f" ({self._group_desc})" if self._group_desc else ""
-        return f"{self.name()} group {self._group_name!r}{desc} of {self._size}"
+        generation = f", generation {self._generation}" if self._generation else ""
+        return f"{self.name()} group {self._group_name!r}{desc} of {self._size}{generation}"
 
     def where(self) -> str:
         """Returns rank and group, to stand in front of a message."""
@@ -285,7 +308,7 @@ class BackendInterface(Uncompiled, ABC):
         Returns:
             The copy, whose ``result()`` waits for the values.
         """
-        return LateHostCopy(partial(self.to_host, tensor))
+        return HostCopy(partial(self.to_host, tensor))
 
     def check_before_shutdown(self, check: Callable[[], None]) -> None:
         """Registers a check that an orderly shutdown calls first.
@@ -313,7 +336,8 @@ class BackendInterface(Uncompiled, ABC):
             PeerLostError: a rank has died.
             DistError: a rank did not come in time, or could not be reached.
         """
-        if self._store is None or type(self)._connect is BackendInterface._connect:
+        connects = self.supports_reconfigure or type(self)._connect is not BackendInterface._connect
+        if self._store is None or not connects:
             why = "it has no store" if self._store is None else "its backend does not offer that"
             raise UnsupportedOperationError(f"{self.where()} its ranks cannot be connected anew: {why}")
         self._renewals += 1
@@ -344,8 +368,227 @@ class BackendInterface(Uncompiled, ABC):
     def _connect(self, store: Any) -> None:
         """Connects the ranks, as when the group was made; called by all of them, blocks.
 
+        Backends that can take other members implement :meth:`_form` instead.
+
         Args:
             store: a part of the group's store that holds nothing of an earlier time.
+        """
+        self._form(store, self._timeout, lambda: None)
+
+    # ---- other members ---------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can take other members, by :meth:`reconfigure`."""
+        return type(self)._form is not BackendInterface._form
+
+    @property
+    def generation(self) -> int:
+        """How often the group has taken other members."""
+        return self._generation
+
+    def reconfigure_handle(self) -> str:
+        """Returns the text by which :meth:`reconfigure` knows this process, for this group.
+
+        The process listens from the first call on, at the address from which it reaches the group's store, or
+        that ``COLLECTIVES_SOCKET_IFNAME`` names. The handle stays the same, and holds no secret.
+
+        Raises:
+            UnsupportedOperationError: the backend does not offer it.
+            DistNetworkError: the system refuses to listen.
+        """
+        return self._place("reconfigure_handle").handle
+
+    def reconfigure(
+        self,
+        uuid: int | str,
+        handles: Sequence[str] | AbstractSet[str],
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Gives the group other members, whatever happened to it before; blocks until they are connected.
+
+        Called by all who are to be members: those who stay, and those who come, on a group of their own.
+        Those who leave do not call it. The group may be idle, broken by a death, timed out, aborted, or in
+        the middle of operations: what is not done once the members have met, or a fifth of a second after
+        this call, raises :class:`~collectives.GroupAbortedError` on all its ranks, which says who
+        reconfigures it. The object, its name, time limit and flight record stay; :meth:`rank` and
+        :meth:`size` follow the handles, and :attr:`generation` counts on. The group's store becomes a new
+        one, empty, which the first member serves; a former one stays while the process that serves it holds
+        it.
+
+        A call that fails leaves the group broken, with its former rank and size; another one with a new
+        ``uuid`` mends it. No thread may issue operations meanwhile.
+
+        Args:
+            uuid: identifies the new set of members; the same for all, and never used before.
+            handles: of all members, of their :meth:`reconfigure_handle`; the position is the rank. A set is
+                sorted.
+            timeout: time limit for all to come and be connected; ``None`` for the group's.
+
+        Raises:
+            UnsupportedOperationError: the backend does not offer it; nothing has changed, as with the next
+                three.
+            TypeError: an argument has another type.
+            ValueError: a text is no handle, one comes twice, or this process's is missing.
+            DistBackendError: ``uuid`` was already used, or a handle is not proved by the job's secret.
+            PeerLostError: a new member has died; its ``rank`` counts among the handles.
+            CollectiveTimeoutError: a new member did not come in time.
+            CollectiveMismatchError: members were given different handles, or a group of some of the ranks of
+                a world would have one of them twice.
+            GroupAbortedError: the others have gone on without this process.
+        """
+        self._reconfigure(uuid, handles, timeout)
+
+    def _reconfigure(
+        self,
+        uuid: int | str,
+        handles: Sequence[str] | AbstractSet[str],
+        timeout: timedelta | None,
+        is_over: Callable[[], DistError | None] = lambda: None,
+    ) -> None:
+        """Does what :meth:`reconfigure` does.
+
+        Args:
+            uuid: as there, like the next two.
+            handles: likewise.
+            timeout: likewise.
+            is_over: returns the error that ends it for all where the others are known not to come; asked
+                again and again until they have.
+        """
+        limit = check.check_limit(self, "reconfigure", timeout, positive=True) or self._timeout
+        end = time.monotonic() + limit.total_seconds()
+        invitation = self._place("reconfigure").invited(uuid, handles, f"{self.where()} reconfigure:")
+        cause = GroupAbortedError(
+            f"rank {self._rank} reconfigures the group, as {invitation.uuid}",
+            self._rank,
+            operation=RECONFIGURE,
+        )
+        known = self._rank < len(self._global_ranks)
+        about = self._global_ranks[self._rank] if known else self._rank
+
+        def others_are_late() -> DistError | None:
+            self._break_for(cause)
+            return is_over()
+
+        with invitation.blaming_server():
+            try:
+                # Not at once: others may be about to end what this rank has ended.
+                members = invitation.meet(
+                    limit,
+                    f"{self._kind()}{self._world}",
+                    about,
+                    self._generation,
+                    others_are_late,
+                    distinct=self._is_part,
+                )
+            finally:
+                self._break_for(cause)
+            former = self._rank, self._size, self._generation
+            limit = left_until(end)
+            try:
+                with invitation.agreeing(members, limit) as look:
+                    self._take_members(members, members.store, limit, look)
+            except BaseException as error:
+                self._count_as(*former)
+                failed = GroupAbortedError(
+                    f"rank {self._rank} could not reconfigure the group: {error}",
+                    self._rank,
+                    operation=RECONFIGURE,
+                )
+                with suppress(Exception):
+                    self._break_for(failed)  # what is connected already must not go on without the others
+                with suppress(Exception):
+                    self.abort()
+                raise
+        self._become_new(members.store)
+        if self._is_part or len({*members.global_ranks}) == members.size:
+            self.set_global_ranks(members.global_ranks)
+        if self._members_changed is not None:
+            self._members_changed(self, members)
+
+    def _when_members_change(self, follow: Callable[[Any, Members], None], world: str = "") -> None:
+        """Has a function called with the group and its new members whenever it has taken others.
+
+        Args:
+            follow: the function.
+            world: of a group that takes members of one world only, what tells that from others.
+        """
+        self._members_changed = follow
+        self._is_part = bool(world)
+        self._world = world and f" in world {world}"
+
+    def _succeed(self, former: BackendInterface) -> None:
+        """Takes the place of a group of which this one has some of the ranks: handle and generation go on."""
+        self._meeting_place, former._meeting_place = former._meeting_place, None
+        self._generation = former._generation + 1
+
+    def _leave_place(self) -> None:
+        """Listens no more for processes that would be members, unless another group does."""
+        if self._meeting_place is not None:
+            self._meeting_place.close()
+            self._meeting_place = None
+
+    def _kind(self) -> str:
+        """Returns what must be the same on all members, in words."""
+        return self.name()
+
+    def _place(self, operation: str) -> MeetingPlace:
+        """Returns where others find this process for this group."""
+        self._demand_reconfigures(operation)
+        if self._meeting_place is None:
+            self._meeting_place = MeetingPlace(self._store)
+        return self._meeting_place
+
+    def _demand_reconfigures(self, operation: str) -> None:
+        """Raises where the backend cannot give a group other members."""
+        if not self.supports_reconfigure:
+            check.fail(
+                self,
+                operation,
+                f"{self.name()} cannot give a group other members, as host and round_robin over it can; "
+                "shrink_group makes a new group without some ranks, and init_process_group a new world",
+                UnsupportedOperationError,
+            )
+
+    def _take_members(
+        self, members: Members, store: Any, limit: timedelta, look: Callable[[], DistError | None]
+    ) -> None:
+        """Ends the connections that are left, and connects the ranks; called by all of them, blocks.
+
+        Rank and size are the new ones afterwards, also where it fails.
+
+        Args:
+            members: who they are.
+            store: a store of this group's own.
+            limit: time limit.
+            look: returns the error for a member that has died, if any; asked again and again.
+        """
+        self.abort()
+        self._count_as(members.rank, members.size, members.generation)
+        self._form(store, limit, look)
+
+    def _count_as(self, rank: int, size: int, generation: int) -> None:
+        self._rank, self._size, self._generation = rank, size, generation
+
+    def _become_new(self, store: Any) -> None:
+        """Forgets what counts operations of the former members; rank and size are the new ones already.
+
+        Args:
+            store: the group's from now on.
+        """
+        self._store = store
+        self._flight_record.begin_generation()
+        self._renewals = 0
+        self._monitored_barriers = itertools.count()
+        self.set_global_ranks(range(self._size))
+
+    def _form(self, store: Any, limit: timedelta, look: Callable[[], DistError | None]) -> None:
+        """Connects ranks that may be others than before; called by all of them, blocks.
+
+        Args:
+            store: a store of their own.
+            limit: time limit.
+            look: as of :meth:`_take_members`.
         """
         raise NotImplementedError
 
@@ -363,6 +606,8 @@ class BackendInterface(Uncompiled, ABC):
             _admit=self._refuse_in_child,
             issue=lambda call: self._refuse_in_child(call.operation.name),
             monitored_barrier=partial(self._refuse_in_child, "monitored_barrier"),
+            reconfigure=partial(self._refuse_in_child, "reconfigure"),
+            reconfigure_handle=partial(self._refuse_in_child, "reconfigure_handle"),
             abort=_end_nothing,
             shutdown=_end_nothing,
         )
@@ -552,6 +797,17 @@ class BackendInterface(Uncompiled, ABC):
         Its attributes are those that all ranks read.
         """
         return None
+
+    def _at_first_error(self, listener: Callable[[str], None]) -> None:
+        """Has a function called with the text of the group's first error, on the thread that finds it."""
+        self._flight_record.at_first_error.append(listener)
+
+    def _find_cause(self) -> DistError | None:
+        """Returns :meth:`_first_cause`, after asking the other ranks where they tell of it only when asked.
+
+        May take a second.
+        """
+        return self._first_cause()
 
     def _begin_abort(self) -> None:
         """Lets an abort begin whose end may wait for other groups; :meth:`abort` of this one follows soon.

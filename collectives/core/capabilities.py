@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -113,19 +114,12 @@ class CapabilitiesByDevice(Capabilities):
         """Returns what holds for tensors on one device type."""
         return self.parts[device] if device in self.parts else super().on(device)
 
-    def why_not(
-        self,
-        operation: str,
-        *,
-        device: str | None = None,
-        dtype: torch.dtype | None = None,
-        op: ReduceOp | None = None,
-    ) -> str | None:
+    def why_not(self, operation: str, *, device: str | None = None, **about: Any) -> str | None:
         """Asks the part of the device type; without one, every part."""
         if device is not None and device not in self.parts:
             return super().why_not(operation, device=device)
         asked = [device] if device is not None else list(self.parts)
-        reasons = [self.parts[kind].why_not(operation, device=device, dtype=dtype, op=op) for kind in asked]
+        reasons = [self.parts[kind].why_not(operation, device=device, **about) for kind in asked]
         return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -12,8 +12,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-
 from collectives.core import operations
 from collectives.core.capabilities import Capabilities
 from collectives.core.forwarding import ForwardingGroup
@@ -32,9 +30,12 @@ from collectives.errors import (
 from collectives.logs import Log
 from collectives.store.joining.agreement import exchange
 from collectives.store.records import demand, fetch, fields, publish
+from collectives.threads import start_thread
 
 log = Log()
 
+_MOMENT_S = 0.5
+"""How long an abort waits for the store, which takes far less where it is well."""
 _LIBRARIES = frozenset({"collectives", "torch"})
 
 
@@ -58,10 +59,11 @@ class CheckedGroup(ForwardingGroup):
             raise DistBackendError(
                 f"{inner.describe()} cannot be checked, because it was made without a store"
             )
-        super().__init__(inner, store)
+        super().__init__([inner], store)
         self.inner = inner
         vars(self)["backend_type"] = inner.backend_type
         self._turns = itertools.count()
+        self._stopped: tuple[Any, str] = None, ""
 
     def __getattr__(self, name: str) -> Any:
         """Gives what only the backend's own class has."""
@@ -83,14 +85,6 @@ class CheckedGroup(ForwardingGroup):
         """Returns the inner group's backend."""
         return self.inner.name()
 
-    @property
-    def inner_groups(self) -> Sequence[ProcessGroup]:
-        """The inner group."""
-        return [self.inner]
-
-    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
-        return issue(self.inner)
-
     def abort(self) -> None:
         """Breaks the inner group; ranks that wait to compare stop waiting."""
         self._stop_comparing()
@@ -105,9 +99,28 @@ class CheckedGroup(ForwardingGroup):
         self._renewals += 1
         self._turns = itertools.count()
 
+    def _kind(self) -> str:
+        return f"{self.inner._kind()}, with calls compared"
+
+    def _become_new(self, store: Any) -> None:
+        super()._become_new(store)
+        self._turns = itertools.count()
+
     def _stop_comparing(self) -> None:
-        with contextlib.suppress(Exception):
-            self._store.set(self._key("aborted"), "")
+        """Tells ranks that wait to compare, once; waits for a moment only, as the store's server may hang."""
+        store, key = self._store, self._key("aborted")
+        if self._stopped == (store, key):
+            return
+        self._stopped = store, key
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):
+                store.set(key, "")
+
+        try:
+            start_thread(tell, "abort").join(_MOMENT_S)
+        except DistBackendError:  # as where the interpreter ends
+            tell()
 
     def _key(self, name: str) -> str:
         """Returns a key of the time since the ranks were connected last."""
@@ -131,6 +144,8 @@ class CheckedGroup(ForwardingGroup):
 
         Returns where a rank has died or aborted: the operation itself raises what it knows of that.
         """
+        if self._size == 1:
+            return
         turn, mine = next(self._turns), _arguments(call)
         limit = self._timeout if call.timeout is None else call.timeout
         record = [mine, _call_site()]

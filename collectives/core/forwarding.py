@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -13,9 +13,12 @@ import torch
 from collectives.core.backend_interface import HostCopy
 from collectives.core.operations import ALL_REDUCE_COALESCED, Call
 from collectives.core.process_group import ProcessGroup
+from collectives.core.recording import dump
 from collectives.core.recording.flight_record import Totals, add_totals
 from collectives.core.work import Work
 from collectives.errors import DistError
+from collectives.store.joining.meeting_place import Members
+from collectives.time_limits import left_until
 
 
 def group_behind(group: object) -> ProcessGroup | None:
@@ -29,20 +32,12 @@ def group_behind(group: object) -> ProcessGroup | None:
     return inner if isinstance(inner, ProcessGroup) else None
 
 
-class _CheckedCopy(HostCopy):
-    """A copy of an output of one group, which is good where none of the others is broken."""
-
-    def __init__(self, inner: HostCopy, group: ForwardingGroup) -> None:
-        self._inner = inner
-        self._group = group
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-    def result(self) -> torch.Tensor:
-        values = self._inner.result()
-        self._group._raise_failure()
-        return values
+def outer_groups() -> list[ProcessGroup]:
+    """Returns the groups of this process that are within no other one, as they were made."""
+    groups = [group for group in dump.groups.all() if isinstance(group, ProcessGroup)]
+    wrapping = [group for group in groups if isinstance(group, ForwardingGroup)]
+    within = {id(inner) for group in wrapping for inner in group.inner_groups}
+    return [group for group in groups if id(group) not in within]
 
 
 def _on_each(name: str) -> Any:
@@ -60,15 +55,33 @@ class ForwardingGroup(ProcessGroup):
     """Gives every collective and message to one of several groups, which a derived class chooses.
 
     Args:
-        first: one of the groups, whose ranks and time limit this one has.
+        groups: the groups; the time limit is that of the first.
         store: key/value store of the whole.
-        group_name: name; ``None`` for that of ``first``.
-        group_desc: free text; ``None`` for that of ``first``.
+        group_name: name; ``None`` for that of the first group.
+        group_desc: free text; ``None`` for that of the first group.
+
+    Raises:
+        ValueError: the groups differ in rank or size.
     """
 
     def __init__(
-        self, first: ProcessGroup, store: Any, group_name: str | None = None, group_desc: str | None = None
+        self,
+        groups: Sequence[ProcessGroup],
+        store: Any,
+        group_name: str | None = None,
+        group_desc: str | None = None,
     ) -> None:
+        first = groups[0]
+        for i, group in enumerate(groups):
+            for what, mine, other in (
+                ("rank", first.rank(), group.rank()),
+                ("size", first.size(), group.size()),
+            ):
+                if other != mine:
+                    raise ValueError(
+                        f"[rank {first.rank()}] the groups must be of the same ranks, but {what} is {mine} "
+                        f"in group 0 ({first.group_name!r}) and {other} in group {i} ({group.group_name!r})"
+                    )
         super().__init__(
             first.rank(),
             first.size(),
@@ -77,13 +90,13 @@ class ForwardingGroup(ProcessGroup):
             group_name=first.group_name if group_name is None else group_name,
             group_desc=first.group_desc if group_desc is None else group_desc,
         )
+        self._inner_groups = tuple(dict.fromkeys(groups))
 
     @property
-    @abstractmethod
     def inner_groups(self) -> Sequence[ProcessGroup]:
         """The groups, each once."""
+        return self._inner_groups
 
-    @abstractmethod
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         """Issues a collective or a message on the group that it is for.
 
@@ -91,6 +104,7 @@ class ForwardingGroup(ProcessGroup):
             tensor: one of its tensors; all are on one device.
             issue: issues it on a group.
         """
+        return issue(self._group_for(tensor))
 
     @property
     def detects_mismatch(self) -> bool:
@@ -112,7 +126,14 @@ class ForwardingGroup(ProcessGroup):
 
     def to_host_later(self, tensor: torch.Tensor) -> HostCopy:
         """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
-        return _CheckedCopy(self._group_for(tensor).to_host_later(tensor), self)
+        copy = self._group_for(tensor).to_host_later(tensor)
+
+        def result() -> torch.Tensor:
+            values = copy.result()
+            self._raise_failure()  # of any of the groups
+            return values
+
+        return HostCopy(result, copy.done)
 
     check_before_shutdown = _on_each("check_before_shutdown")
     note_refusal = _on_each("note_refusal")  # nobody knows which group the operation was for
@@ -127,6 +148,33 @@ class ForwardingGroup(ProcessGroup):
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:  # noqa: ARG002 - derived classes look at it
         """Returns a group that takes a tensor."""
         return self.inner_groups[0]
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether all groups can take other members."""
+        return all(group.supports_reconfigure for group in self.inner_groups)
+
+    def _take_members(
+        self, members: Members, store: Any, limit: timedelta, look: Callable[[], DistError | None]
+    ) -> None:
+        end = time.monotonic() + limit.total_seconds()
+        super()._count_as(members.rank, members.size, members.generation)
+        for number, group in enumerate(self.inner_groups):
+            group._take_members(members, self._store_for(number, store), left_until(end), look)
+
+    def _become_new(self, store: Any) -> None:
+        for number, group in enumerate(self.inner_groups):
+            group._become_new(self._store_for(number, store))
+        super()._become_new(store)
+
+    def _count_as(self, rank: int, size: int, generation: int) -> None:
+        super()._count_as(rank, size, generation)
+        for group in self.inner_groups:
+            group._count_as(rank, size, generation)
+
+    def _store_for(self, number: int, store: Any) -> Any:  # noqa: ARG002 - derived classes look at it
+        """Returns the part of the whole's store that is for an inner group, as where the whole is made."""
+        return store
 
     def stats(self) -> Totals:
         """Returns the sums of the groups; see :meth:`collectives.ProcessGroup.stats`."""
@@ -153,8 +201,18 @@ class ForwardingGroup(ProcessGroup):
         self._begin_abort()
         self._each(lambda group: group.abort())
 
+    def _at_first_error(self, listener: Callable[[str], None]) -> None:
+        super()._at_first_error(listener)
+        self._each(lambda group: group._at_first_error(listener))
+
     def _first_cause(self) -> DistError | None:
         return next(filter(None, (group._first_cause() for group in self.inner_groups)), None)
+
+    def _find_cause(self) -> DistError | None:
+        return next(filter(None, (group._find_cause() for group in self.inner_groups)), None)
+
+    def _number_begun(self) -> int:
+        return sum(group._number_begun() for group in self.inner_groups)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

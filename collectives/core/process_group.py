@@ -11,7 +11,7 @@ import torch
 from collectives.core import operations, profiling
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.validation import TensorLists, Tensors
-from collectives.core.backend_interface import BackendInterface
+from collectives.core.backend_interface import RECONFIGURE, BackendInterface
 from collectives.core.operations import Operation
 from collectives.core.types import (
     AllgatherOptions,
@@ -38,11 +38,13 @@ from collectives.store.joining.agreement import exchange
 
 
 class ProcessGroup(BackendInterface):
-    """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
+    """A set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
     **Order.** All members issue the same collectives in the same order; a group executes them in that order.
     Point-to-point operations match by sender, receiver and tag, in order, apart from the collectives.
     Different groups progress independently.
+
+    **Members.** The set is fixed, unless all who are to be in it call :meth:`reconfigure`.
 
     **Work.** Every operation returns a :class:`~collectives.Work`. Its tensors must not be touched until it
     is done; inputs are then unchanged and outputs complete. Outputs may be the inputs where a method says "in
@@ -522,9 +524,14 @@ class ProcessGroup(BackendInterface):
                 text += "; pass wait_all_ranks=True to list every missing rank"
             return CollectiveTimeoutError(text, named[0], missing_ranks=named, **about)
 
+        def look() -> DistError | None:
+            cause = self._first_cause()
+            return cause if cause is not None and cause.operation == RECONFIGURE else None
+
         key, ranks = f"monitored_barrier/{turn}", range(self._size)
+        lost = self.lost_ranks
         try:
-            exchange(store, key, self._rank, ranks, limit, f"{where}:", why=why, lost_ranks=self.lost_ranks)
+            exchange(store, key, self._rank, ranks, limit, f"{where}:", why=why, lost_ranks=lost, look=look)
         except DistNetworkError as error:
             raise DistNetworkError(str(error), **about) from error
 

@@ -250,13 +250,13 @@ class _ObservedWork(WrappedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the operation and for the end of its event."""
         try:
-            return self._inner.wait(timeout)
+            return self.inner.wait(timeout)
         finally:
             self.is_completed()
 
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed."""
-        done = self._inner.is_completed()
+        done = self.inner.is_completed()
         if done:
             self._event.end()
         return done

@@ -15,8 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 from torch.futures import Future
 
-from collectives.core.futures import OperationFuture
-from collectives.dynamo import Uncompiled
+from collectives.dynamo import Uncompiled, leave_uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 from collectives.time_limits import seconds_to_wait
 
@@ -27,6 +26,29 @@ Async = Literal[True]
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 _E = TypeVar("_E", bound=BaseException)
+
+
+@leave_uncompiled
+class CollectiveFuture(Future[_T]):
+    """A future of a collective.
+
+    A callback that issues collectives on another thread does so in an order that other ranks need not have:
+    ranks would add up what does not belong together. So within a backward pass, where communication hooks add
+    callbacks between the collectives of the pass, :meth:`then` blocks: it waits for the collective and runs
+    the callback itself. Hooks written for NCCL count on that order: its futures are done from the start.
+    ``add_done_callback`` never blocks, and is for callbacks that issue no collectives.
+    """
+
+    def then(self, callback: Callable[[Future[_T]], _S]) -> Future[_S]:
+        """Returns a future of what ``callback`` makes of this one, as torch's; within a backward pass blocks.
+
+        Args:
+            callback: gets this future, done.
+        """
+        if not self.done() and torch._C._current_graph_task_id() >= 0:
+            with contextlib.suppress(Exception):  # which the callback gets
+                self.wait()
+        return super().then(callback)
 
 
 def fail(future: Future[_T], error: BaseException) -> None:
@@ -83,6 +105,7 @@ def chain(
     future: Future[_S],
     function: Callable[[Future[_S]], _T],
     devices: Sequence[int | str | torch.device] | None = None,
+    kind: type[Future[Any]] | None = None,
 ) -> Future[_T]:
     """Returns a future of what ``function`` makes of a future that is done.
 
@@ -93,12 +116,13 @@ def chain(
         future: the future.
         function: gets it.
         devices: CUDA devices of the tensors in what it returns; ``None`` for the current one.
+        kind: class of the new future; ``None`` for ``CollectiveFuture`` where ``future`` is one.
     """
     if devices is None:
         on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.cuda.current_device()] if on_cuda else []
-    # Of one that a hook completes at its next bucket, nobody may wait for within this.
-    kind = OperationFuture if isinstance(future, OperationFuture) else Future
+    if kind is None:
+        kind = CollectiveFuture if isinstance(future, CollectiveFuture) else Future
     chained: Future[_T] = kind(devices=list(devices))
 
     def complete(done: Future[_S]) -> None:
@@ -289,48 +313,56 @@ COMPLETED = CompletedWork()
 """The Work of every synchronous operation that took the fast path; it knows no outputs."""
 
 
-class WrappedWork(Work):
+class Forwarding(Uncompiled):
+    """The methods of an operation that another Work, ``inner``, carries out."""
+
+    __slots__ = ()
+
+    inner: Work
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; never blocks."""
+        return self.inner.is_completed()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation, else ``None``; never blocks."""
+        return self.inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors of a finished operation."""
+        return self.inner.result()
+
+    def source_rank(self) -> int:
+        """Returns the sender of a finished receive, counted within the group."""
+        return self.inner.source_rank()
+
+    def block_current_stream(self) -> None:
+        """Makes the current CUDA stream wait; for CPU tensors the same as :meth:`wait`."""
+        self.inner.block_current_stream()
+
+    def get_future(self) -> Future[Any]:
+        """Returns a future of the list of output tensors; always the same one."""
+        return self.inner.get_future()
+
+
+class WrappedWork(Forwarding, Work):
     """An operation that another Work carries out; derived classes look on.
 
     Args:
         inner: that Work.
     """
 
-    __slots__ = ("_inner",)
+    __slots__ = ("inner",)
 
     def __init__(self, inner: Work) -> None:
-        self._inner = inner
+        self.inner = inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the operation."""
-        return self._inner.wait(timeout)
-
-    def is_completed(self) -> bool:
-        """Returns whether the operation is done or failed."""
-        return self._inner.is_completed()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of the operation."""
-        return self._inner.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors."""
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        """Returns the sender of a receive."""
-        return self._inner.source_rank()
-
-    def block_current_stream(self) -> None:
-        """Makes the current CUDA stream wait for the operation."""
-        self._inner.block_current_stream()
+        return self.inner.wait(timeout)
 
     def _rest(self) -> None:
-        self._inner._rest()
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns the future of the operation."""
-        return self._inner.get_future()
+        self.inner._rest()
 
 
 class CoalescedWork(Work):
@@ -378,9 +410,10 @@ class CoalescedWork(Work):
             def outputs(futures: Future[list[Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
                 return [tensor for future in futures.value() for tensor in future.value()]
 
-            self._future = chain(
-                torch.futures.collect_all([work.get_future() for work in self._works]), outputs
-            )
+            futures = [work.get_future() for work in self._works]
+            collective = any(isinstance(future, CollectiveFuture) for future in futures)
+            kind = CollectiveFuture if collective else Future
+            self._future = chain(torch.futures.collect_all(futures), outputs, kind=kind)
         return self._future
 
 
@@ -397,6 +430,7 @@ class FinishingWork(Work):
         tensors: outputs of the whole.
         async_op: whether the step runs even if nobody waits. On CUDA devices it never does: it goes to the
             first stream that waits.
+        results: its result, and the value of the future; ``None`` for the outputs.
     """
 
     def __init__(
@@ -405,10 +439,11 @@ class FinishingWork(Work):
         finish: Callable[[], None],
         tensors: Sequence[torch.Tensor],
         async_op: bool = True,
+        results: Sequence[Any] | None = None,
     ) -> None:
         self._inner = inner
         self._finish: Callable[[], None] | None = finish
-        self._tensors = tensors
+        self._result = tensors if results is None else results
         self._lock = threading.RLock()  # a future that is done runs the step inside get_future()
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
@@ -421,7 +456,7 @@ class FinishingWork(Work):
 
     def _results(self) -> list[Any]:
         """Returns the result, and the value of the future."""
-        return list(self._tensors)
+        return list(self._result)
 
     def _run_finish(self) -> None:
         with self._lock:

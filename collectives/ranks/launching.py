@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch.distributed as torch_distributed
 
+from collectives.ranks.cores import checked, shares, threads_of_a_rank
 from collectives.ranks.processes import Failed, SpawnedRanks, commands, signal_at_end_of_parent, work_of
 
 __all__ = ["Ranks", "launch"]
@@ -33,15 +34,16 @@ def launch(
     nproc: int = 2,
     *,
     environment: Mapping[str, str] | None = None,
+    bind: bool | Sequence[Collection[int]] = False,
 ) -> list[_T]:
     """Runs a function on several ranks, each a new process of this machine, and returns what they return.
 
     The function need not be importable: one of a notebook, of a script without ``if __name__ ==
     "__main__"``, or within another one will do. It finds the variables that ``torchrun`` sets (``RANK``,
     ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and so on), so that ``init_process_group()`` of this
-    package and of torch need no arguments. ``OMP_NUM_THREADS`` is 1 where it is not set, as under
-    ``torchrun``. Groups that it leaves are destroyed. What ranks print appears here line by line, behind
-    ``[rank N]``.
+    package and of torch need no arguments. Where ``OMP_NUM_THREADS`` is not set, ranks find it to be the
+    number of cores divided by that of ranks, at least 1, so that their threads have a core each. Groups that
+    the function leaves are destroyed. What ranks print appears here line by line, behind ``[rank N]``.
 
     Blocks until all ranks have ended. None outlives the call, nor a caller that is killed; nor do processes
     that a rank has started, unless they have a session of their own.
@@ -52,12 +54,15 @@ def launch(
         args: its arguments, the same on all ranks.
         nproc: number of ranks.
         environment: further environment variables of the ranks.
+        bind: keeps each rank, with all its threads, on cores of its own: ``True`` shares out those that this
+            process may run on, neighbours together; or the numbers of the cores of each rank.
 
     Returns:
         What the function returned, by rank.
 
     Raises:
-        ValueError: ``nproc`` is less than 1.
+        ValueError: ``nproc`` is less than 1; there are fewer cores than ranks to bind; or ``bind`` names none
+            for a rank, the same for two, or such as this process may not run on.
         RankFailedError: the function raised an exception on a rank, or a rank died; the others are ended.
             The message holds that rank's traceback, ``rank`` its number, ``__cause__`` the exception where
             it can be pickled. Of several ranks the first is taken, or the first whose exception is no
@@ -75,7 +80,7 @@ def launch(
 
             assert collectives.launch(total, (10,), nproc=2) == [21, 21]
     """
-    with Ranks(nproc, environment=environment) as ranks:
+    with Ranks(nproc, environment=environment, bind=bind) as ranks:
         return ranks.run(function, *args)
 
 
@@ -89,18 +94,30 @@ class Ranks:
     Args:
         nproc: number of ranks.
         environment: as of :func:`launch`.
+        bind: likewise.
 
     Raises:
-        ValueError: ``nproc`` is less than 1.
+        ValueError: as of :func:`launch`.
     """
 
-    def __init__(self, nproc: int = 2, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        nproc: int = 2,
+        *,
+        environment: Mapping[str, str] | None = None,
+        bind: bool | Sequence[Collection[int]] = False,
+    ) -> None:
         if nproc < 1:
             raise ValueError(f"nproc must be at least 1, but is {nproc}")
         self._size = nproc
+        self._cores: list[set[int]] | None = None
+        threads = threads_of_a_rank(nproc)
+        if bind is not False:
+            self._cores = shares(nproc) if bind is True else checked(bind, nproc)
+            threads = min(map(len, self._cores))
         self._environment = {
             **_ADDED,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "MASTER_ADDR": "127.0.0.1",
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
@@ -137,7 +154,7 @@ class Ranks:
             if self._processes is None:
                 environment = {**os.environ, **self._environment}
                 self._processes = SpawnedRanks(
-                    self._size, call_functions, environment=environment, labelled=True
+                    self._size, call_functions, environment=environment, labelled=True, cores=self._cores
                 )
             return self._processes.ask((path, called, store.port))
         except BaseException:

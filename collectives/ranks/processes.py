@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -30,6 +30,8 @@ from typing import IO, Any, TextIO
 
 import cloudpickle
 from torch.distributed import DistError
+
+from collectives.ranks.cores import starting_on
 
 _SET_PDEATHSIG = 1
 
@@ -345,6 +347,7 @@ class SpawnedRanks(RankProcesses):
         args: its further arguments.
         environment: of all ranks; ``None`` for that of this process.
         labelled: whether what they print appears here line by line, behind ``[rank N]``.
+        cores: those that each rank may run on; ``None`` for all that this process may.
     """
 
     def __init__(
@@ -355,6 +358,7 @@ class SpawnedRanks(RankProcesses):
         *,
         environment: Mapping[str, str] | None = None,
         labelled: bool = False,
+        cores: Sequence[Collection[int]] | None = None,
     ) -> None:
         work = work_of(body, args)
         super().__init__(size)
@@ -364,9 +368,10 @@ class SpawnedRanks(RankProcesses):
         try:
             for rank in range(size):
                 # a session of its own: Ctrl-C is for the parent, which ends the ranks
-                process = self._start(
-                    [*words, str(rank)], [rank], True, env=environment, stdout=pipe, stderr=pipe
-                )
+                with starting_on(None if cores is None else cores[rank]):
+                    process = self._start(
+                        [*words, str(rank)], [rank], True, env=environment, stdout=pipe, stderr=pipe
+                    )
                 for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     if source is not None:
                         about = source, target, f"[rank {rank}] "

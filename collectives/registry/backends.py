@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from collectives.core.arguments.option_records import is_general
 from collectives.core.capabilities import Capabilities
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import default_pg_timeout
-from collectives.errors import DistBackendError
+from collectives.errors import DistBackendError, UnsupportedOperationError
 from collectives.time_limits import time_limit
 
 
@@ -43,6 +43,8 @@ class GroupOptions:
         global_ranks: ranks of the members in the default group, by group rank.
         device_id: device that the process is bound to.
         pg_options: options of the backend itself, as given by the user.
+        unformed: whether to connect with nobody, since the group gets its members by ``reconfigure``; only
+            for backends that can.
         split_from: a group of the same backend that the ranks are members of, all of whose ranks take part in
             making this one: by their ``_decline_split``, where they do not become members. A backend may
             split connections off it.
@@ -58,6 +60,7 @@ class GroupOptions:
     device_id: torch.device | None = None
     pg_options: Any = None
     split_from: ProcessGroup | None = None
+    unformed: bool = False
 
     def __post_init__(self) -> None:
         self.timeout = time_limit(self.timeout)
@@ -91,6 +94,8 @@ class BackendSpec:
         rendezvous_module: module whose import makes the scheme of ``init_method`` known to
             :func:`collectives.store.rendezvous`.
         option_names: names of its own options; ``None`` leaves it to the module's ``option_names``.
+        reconfigures: whether its groups can be made without members, and take some by ``reconfigure``; of a
+            composite, where those that it is made of can.
     """
 
     name: str
@@ -103,12 +108,13 @@ class BackendSpec:
     init_method: str = ""
     rendezvous_module: str = ""
     option_names: tuple[str, ...] | None = None
+    reconfigures: bool = False
 
 
 _specs: dict[str, BackendSpec] = {
     spec.name: spec
     for spec in (
-        BackendSpec("host", ("cpu",), "collectives.backends.host"),
+        BackendSpec("host", ("cpu",), "collectives.backends.host", reconfigures=True),
         BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
         BackendSpec("gloo", ("cpu", "cuda"), "collectives.backends.gloo"),  # the latter by way of the host
         BackendSpec(
@@ -120,7 +126,13 @@ _specs: dict[str, BackendSpec] = {
             init_method="mpi://",
             rendezvous_module="collectives.backends.mpi.rendezvous",
         ),
-        BackendSpec("round_robin", ("cpu", "cuda"), "collectives.backends.round_robin", composite=True),
+        BackendSpec(
+            "round_robin",
+            ("cpu", "cuda"),
+            "collectives.backends.round_robin",
+            composite=True,
+            reconfigures=True,
+        ),
     )
 }
 _ELSEWHERE = {
@@ -231,12 +243,7 @@ def capabilities_of(name: str) -> Capabilities | None:
         ValueError: the backend is not known.
     """
     spec = backend_spec(name)
-    state = spec.capabilities
-    if state is None and isinstance(spec.factory, str):
-        try:
-            state = getattr(importlib.import_module(spec.factory), "capabilities", None)
-        except ImportError:
-            return None
+    state = spec.capabilities or _stated(spec, "capabilities")
     return None if state is None else state()
 
 
@@ -247,29 +254,19 @@ def option_names(name: str) -> tuple[str, ...] | None:
         ValueError: the backend is not known.
     """
     spec = backend_spec(name)
-    if spec.option_names is not None or not isinstance(spec.factory, str):
-        return spec.option_names
+    state = _stated(spec, "option_names") if spec.option_names is None else None
+    return spec.option_names if state is None else state()
+
+
+def _stated(spec: BackendSpec, name: str) -> Callable[[], Any] | None:
+    """Returns a function of a backend's module; ``None`` without one, or where that cannot be loaded here."""
+    if not isinstance(spec.factory, str):
+        return None
     try:
-        state = getattr(importlib.import_module(spec.factory), "option_names", None)
+        found: Callable[[], Any] | None = getattr(importlib.import_module(spec.factory), name, None)
     except ImportError:
         return None
-    return None if state is None else state()
-
-
-def refuse_unknown_options(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises where options have a name that is not known.
-
-    Args:
-        given: the options by name.
-        known: the names that there are.
-        where: what stands in front of the message.
-
-    Raises:
-        TypeError: a name is not known; the message lists those that are.
-    """
-    unknown = sorted(str(name) for name in given if name not in known)
-    if unknown:
-        raise TypeError(f"{where} unknown are {', '.join(unknown)}; known are {', '.join(known)}")
+    return found
 
 
 def create_group(name: str, options: GroupOptions) -> ProcessGroup:
@@ -289,6 +286,10 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
     reason = why_unavailable(name)
     if reason is not None:
         raise DistBackendError(f"[rank {options.rank}] backend {name!r} is not available: {reason}")
+    if options.unformed and not spec.reconfigures:
+        raise UnsupportedOperationError(
+            f"[rank {options.rank}] backend {name!r} makes no groups that get their members later; host does"
+        )
     factory = spec.factory if callable(spec.factory) else importlib.import_module(spec.factory).create
     made = factory(options)
     if not isinstance(made, ProcessGroup):

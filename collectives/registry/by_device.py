@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from collectives.core.forwarding import ForwardingGroup
 from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
+from collectives.store import PrefixStore
 
 
 class ProcessGroupByDevice(ForwardingGroup):
@@ -31,17 +32,10 @@ class ProcessGroupByDevice(ForwardingGroup):
     def __init__(self, groups: Mapping[str, ProcessGroup], store: Any = None) -> None:
         self._groups = dict(groups)
         first = next(iter(self._groups.values()))
-        for group in self._groups.values():
-            if (group.rank(), group.size()) != (first.rank(), first.size()):
-                raise ValueError(
-                    f"groups by device have the same ranks, but one is rank {first.rank()} of {first.size()} "
-                    "and another rank "
-                    f"{group.rank()} of {group.size()}"
-                )
         self._capabilities = by_device(
             {device: group.capabilities.on(device) for device, group in self._groups.items()}
         )
-        super().__init__(first, store)
+        super().__init__(list(self._groups.values()), store)
         self._first = first
         self._cpu = self._groups.get("cpu")
 
@@ -59,28 +53,17 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Returns the backend of each device type."""
         return ",".join(f"{device}:{group.name()}" for device, group in self._groups.items())
 
-    @property
-    def inner_groups(self) -> Sequence[ProcessGroup]:
-        """The groups, each once."""
-        return list(dict.fromkeys(self._groups.values()))
+    def _store_for(self, number: int, store: Any) -> Any:
+        return PrefixStore(self.inner_groups[number].name(), store)
 
     # The fast path is the CPU's.
 
-    def fast_collective(
-        self,
-        opcode: int,
-        output: Any = None,
-        input: Any = None,
-        reduce_op: int = 0,
-        root: Any = 0,
-        list_form: bool = False,
-        async_op: bool = False,
-    ) -> Work | None:
+    def fast_collective(self, opcode: int, *args: Any, **kwargs: Any) -> Work | None:
         """Issues a collective where the CPU's group takes the fast path; no barrier of another group."""
         cpu = self._cpu
         if cpu is None or (opcode == BARRIER.opcode and cpu is not self._first):
             return None
-        return cpu.fast_collective(opcode, output, input, reduce_op, root, list_form, async_op)
+        return cpu.fast_collective(opcode, *args, **kwargs)
 
     def fast_message(
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
@@ -90,9 +73,6 @@ class ProcessGroupByDevice(ForwardingGroup):
 
     def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups[tensor.device.type]
-
-    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
-        return issue(self._group_for(tensor))
 
     def issue(self, call: Call) -> Work:
         """Gives a barrier to the group of its device, else to that of the first device type.

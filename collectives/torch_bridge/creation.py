@@ -21,13 +21,14 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
-from collectives.registry.backends import GroupOptions, create_group, why_unavailable
+from collectives.registry.backends import GroupOptions, backend_spec, create_group, why_unavailable
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
 from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
 from collectives.time_limits import time_limit
 from collectives.torch_bridge import operators
 from collectives.torch_bridge.group import TorchGroup
+from collectives.torch_bridge.hooks import recorder_wanted
 from collectives.torch_bridge.several_tensors import taken_apart
 from collectives.torch_bridge.work import TorchWork
 
@@ -137,7 +138,12 @@ def create(
     rank, size, store = options.group_rank, options.group_size, options.store
     members = tuple(options.global_ranks_in_group) or tuple(range(size))
     existing = pg_options.group if isinstance(pg_options, GroupThatExists) else None
-    if existing is None:
+    # torch's way to say that the group gets its members later; what cannot do that is not to look at it.
+    unformed = getattr(options, "enable_reconfigure", False) and backend_spec(backend).reconfigures
+    if existing is None and unformed:
+        store = PrefixStore(KEYS, store)
+        pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
+    elif existing is None:
         # Records of a group prove nothing in another one, which may form at once.
         group = f"{backend} group {options.group_id}"
         base = PrefixStore(KEYS, store, scope=f"{group} of {options.global_ranks_in_group}")
@@ -155,8 +161,9 @@ def create(
         global_ranks=members,
         device_id=None if replaced is None else replaced.bound_device_id,
         pg_options=None if existing is not None else pg_options,
+        unformed=bool(unformed) and existing is None,
     )
-    return _group(name, backend, about, existing)
+    return _group(name, backend, about, existing, bool(options.global_ranks_in_group))
 
 
 def create_independent(
@@ -199,7 +206,13 @@ def create_independent(
     return _group(name, backend, about)
 
 
-def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup | None = None) -> TorchGroup:
+def _group(
+    name: str,
+    backend: str,
+    about: GroupOptions,
+    existing: ProcessGroup | None = None,
+    is_part: bool = False,
+) -> TorchGroup:
     """Returns a group for torch, around the existing one or a new one; arguments as of :func:`create`."""
     if existing is None:
         # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
@@ -212,12 +225,14 @@ def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup 
         group = kind(inner, name, about.group_name)
         operators.attach(group)
     else:
-        operators.acquire()
-        group = kind(inner, name, about.group_name, ended=operators.release)
+        group = kind(inner, name, about.group_name, operators.acquire, operators.release)
     group.owns_inner = existing is None
+    inner._is_part = inner._is_part or is_part
     if about.device_id is not None:
         group.bound_device_id = about.device_id
     group.make_part = partial(_part, name, backend, about)
+    if recorder_wanted():
+        group.record_for_torch()
     return group
 
 
@@ -248,26 +263,34 @@ def _part(
         return None
     about = dataclasses.replace(
         parent,
-        store=PrefixStore(group_name, parent.store),
+        store=PrefixStore(group_name, group.inner.get_group_store()),
         rank=list(ranks).index(group.rank()),
         size=len(ranks),
         timeout=group.inner.timeout if timeout is None else timeout,
         group_name=group_name,
-        global_ranks=tuple(parent.global_ranks[rank] for rank in ranks),
+        global_ranks=tuple(group.inner.global_ranks[rank] for rank in ranks),
         device_id=group.bound_device_id,
         pg_options=parent.pg_options if options is None or is_general(options) else options,
         split_from=getattr(group.inner, "inner", group.inner),  # of one that checks its operations
+        unformed=False,
     )
-    return _group(name, backend, about)
+    return _group(name, backend, about, is_part=True)
 
 
 def _make(backend: str, options: GroupOptions) -> ProcessGroup:
     """Makes a group of a backend; of ``host`` with a part for CUDA tensors, where this machine can have one.
 
+    One that gets its members later has none, since NCCL's groups cannot change theirs.
+
     That part is NCCL's, and makes its connections when first used: who stays on the CPU pays for the import
     of NCCL's provider only.
     """
-    if backend != "host" or not torch.cuda.is_available() or why_unavailable("nccl") is not None:
+    if (
+        backend != "host"
+        or options.unformed
+        or not torch.cuda.is_available()
+        or why_unavailable("nccl") is not None
+    ):
         return create_group(backend, options)
     split_from = getattr(options.split_from, "groups", {})
     given = options.pg_options

@@ -1,15 +1,18 @@
-"""Shows operations of our groups to the dispatch modes of torch, as those of its own backends are.
+"""Shows operations of our groups to the dispatch modes of torch, and to hooks, as those of its own backends.
 
 torch's C++ groups issue each operation by an operator (``c10d::allreduce_``), which ``TorchDispatchMode``
-objects see: ``CommDebugMode``, for one, counts them. A group in Python is called directly, past them. While
-such a mode is active, the methods of our groups therefore call those of the C++ class that they override,
-which call the operators; their kernels come back to the group, with the modes set aside.
+objects see: ``CommDebugMode``, for one, counts them. The operators' kernels call the hooks of a group, and
+so fill torch's flight recorder. A group in Python is called directly, past them. While a mode is active, or
+the group has hooks, the methods of our groups therefore call those of the C++ class that they override, which
+call the operators; their kernels come back to the group, with the modes set aside.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +25,41 @@ from collectives.core.operations import OPERATIONS
 from collectives.torch_bridge.work import TorchWork
 
 _LOCAL = threading.local()
+"""``inside``: whether this thread carries out an operation that was issued by its operator; ``work`` and
+``kept``: what it came to, for those who get a holder of it."""
 _depth = torch._C._len_torch_dispatch_stack
-_ALWAYS = not hasattr(dispatch, "_is_in_torch_dispatch_mode")
+_NO_FLAG = not hasattr(dispatch, "_is_in_torch_dispatch_mode")
+_look = _NO_FLAG
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()  # a group may be collected while another is given hooks
 
 
 def possible() -> bool:
-    """Returns whether some thread may have a mode active; costs next to nothing."""
-    return _ALWAYS or dispatch._is_in_torch_dispatch_mode
+    """Returns whether a thread may have a mode active, or a group hooks; costs next to nothing."""
+    return _look or dispatch._is_in_torch_dispatch_mode
+
+
+def show_to_hooks(group: Any, wanted: bool) -> None:
+    """Has a group issue all operations by their operators, or no longer.
+
+    Args:
+        group: the group.
+        wanted: whether it has hooks.
+    """
+    with _lock:
+        group.hooked = wanted
+        if not wanted:
+            _hooked.discard(group)
+        elif group not in _hooked:
+            _hooked.add(group)
+            weakref.finalize(group, _count).atexit = False
+    _count()
+
+
+def _count() -> None:
+    global _look
+    with _lock:
+        _look = _NO_FLAG or bool(list(_hooked))  # whose length counts those that are being collected
 
 
 def _base(*names: str) -> Callable[..., Any]:
@@ -73,13 +104,16 @@ def _gather_coalesced(group: Any, outputs: Any, inputs: Any, options: Any = None
 
 
 def _scatter_coalesced(group: Any, outputs: Any, inputs: Any, options: Any = None) -> Any:
-    """Shows sums only: Python cannot make the operator's argument for another reduction."""
+    """Shows sums only before torch 2.15: Python cannot make the operator's argument for another reduction."""
     options = c10d.ReduceScatterOptions() if options is None else options
-    if options.reduceOp.op != c10d.ReduceOp.SUM:
+    if hasattr(options.reduceOp, "boxed"):
+        op = options.reduceOp.boxed()
+    elif options.reduceOp.op == c10d.ReduceOp.SUM:
+        op = torch.classes.c10d.ReduceOp()
+    else:
         return None
     operator = torch.ops.c10d.reduce_scatter_tensor_coalesced_
-    total = torch.classes.c10d.ReduceOp()
-    return _work(operator(outputs, inputs, group.boxed(), total, options.asyncOp, _milliseconds(options)))
+    return _work(operator(outputs, inputs, group.boxed(), op, options.asyncOp, _milliseconds(options)))
 
 
 def _work(result: Any) -> Any:
@@ -99,9 +133,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def issue_by_operator(group: Any, name: str, *args: Any) -> TorchWork | None:
-    """Issues an operation by its operator, if a mode of this thread is to see it.
+    """Issues an operation by its operator, if a mode of this thread or a hook of the group is to see it.
 
-    Reductions that have a factor are not shown: the operators do not carry it.
+    Reductions that have a factor are shown where the operators' kernels are torch's: ours do not see it.
 
     Args:
         group: the group.
@@ -109,38 +143,90 @@ def issue_by_operator(group: Any, name: str, *args: Any) -> TorchWork | None:
         *args: the method's arguments in torch's form; last an option record, ``None`` for it, or a tag.
 
     Returns:
-        The Work; ``None`` with nothing done where no mode is active, or this is the operator's own call.
+        The Work; ``None`` with nothing done where nobody is to see it, or this is the operator's own call.
     """
-    if not _depth() or getattr(_LOCAL, "inside", False):
+    if not (group.hooked or _depth()) or getattr(_LOCAL, "inside", False):
         return None
     options = args[-1]
     if options is None:
         args = args[:-1]
-    elif type(options) is not int and not _plain(options):
-        return None
+    elif type(options) is not int and not _plain(options, group.shows_factors):
+        return carry_out(group, name, *args) if group.hooked else None
     _LOCAL.inside, _LOCAL.work = True, None
     try:
         returned: TorchWork | None = _METHODS[name](group, *args)
         noted: TorchWork | None = _LOCAL.work
-        return noted or returned
+        done = noted or returned
+    except (TypeError, NotImplementedError) as error:
+        if not group.hooked or not _of_torch(error):
+            raise
+        done = None
     finally:
         _LOCAL.inside, _LOCAL.work = False, None
+    return carry_out(group, name, *args) if done is None and group.hooked else done
 
 
-def keep_work(work: Any) -> Any:
-    """Keeps the Work that was made for :func:`issue_by_operator`, and returns it.
+def issue_in_other_form(
+    group: Any, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]
+) -> TorchWork | None:
+    """Issues an operation that is not called with an option record, if a hook of the group is to see it.
 
-    What comes back through C++ is a holder, which lacks ``_source_rank()``.
+    torch's overload brings the arguments into the form with a record and calls the group's method again.
 
     Args:
-        work: what a kernel, or a method of the group's ``Backend``, returns to C++.
+        group: the group.
+        names: names of its method, of which torch's class has one.
+        args: the arguments.
+        named: the same by name.
+
+    Returns:
+        The Work; ``None`` with nothing done where no hook is to see it.
     """
-    if isinstance(work, TorchWork) and getattr(_LOCAL, "inside", False):
-        _LOCAL.work = work
+    if not group.hooked or getattr(_LOCAL, "inside", False):
+        return None
+    method = getattr(c10d.ProcessGroup, next(name for name in names if hasattr(c10d.ProcessGroup, name)))
+    _LOCAL.kept = None
+    try:
+        returned: TorchWork = method(group, *args, **named)
+        kept: TorchWork | None = _LOCAL.kept
+        return kept or returned
+    except TypeError as error:
+        if not _of_torch(error):
+            raise
+    finally:
+        del _LOCAL.kept
+    work: TorchWork = carry_out(group, names[0], *args, **named)
     return work
 
 
-def _plain(options: Any) -> bool:
+def _of_torch(error: TypeError | NotImplementedError) -> bool:
+    """Returns whether torch has no overload, or no kernel, for arguments; ours may take them, or say why."""
+    return "incompatible function arguments" in str(error) or "c10d::" in str(error)
+
+
+def carry_out(group: Any, name: str, *args: Any, **named: Any) -> Any:
+    """Calls a method for an operator's kernel, or for torch's ``Backend``, and returns what it returns.
+
+    All operations of a group with hooks come here. What comes back through C++ is a holder, which lacks
+    ``_source_rank()``. So the Work itself is kept for those who called the operator.
+    """
+    outer, began = getattr(_LOCAL, "inside", False), time.monotonic_ns()
+    _LOCAL.inside = True
+    try:
+        result = getattr(group, name)(*args, **named)
+    finally:
+        _LOCAL.inside = outer
+    if group.hooked and name in _METHODS:
+        group._note_issued(name, began, result)
+    if outer and isinstance(result, TorchWork):
+        _LOCAL.work = result
+        if hasattr(_LOCAL, "kept"):
+            _LOCAL.kept = result
+    return result
+
+
+def _plain(options: Any, factors: bool) -> bool:
     """Returns whether an option record is one of torch's, and its reduction one that an operator takes."""
     op = getattr(options, "reduceOp", None)
-    return type(options).__module__.startswith("torch.") and (op is None or hash(op) in REDUCE_OP_CODES)
+    taken = op is None or factors or hash(op) in REDUCE_OP_CODES
+    return type(options).__module__.startswith("torch.") and taken

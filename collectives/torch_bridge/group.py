@@ -37,10 +37,17 @@ from collectives.core.operations import OPERATIONS, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
-from collectives.errors import UnsupportedOperationError
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+    UnsupportedOperationError,
+)
 from collectives.registry.backends import why_unavailable
 from collectives.torch_bridge import dispatch_modes, several_tensors
-from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork, _Group
+from collectives.torch_bridge.hooks import AROUND_OPERATIONS, HookedGroup
+from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork
 
 _NO_LIMIT = timedelta(0)
 """The longest time in torch's records that stands for no limit of their own."""
@@ -108,7 +115,7 @@ def _wait_for(values: Any, kind: type[Any]) -> tuple[Any, bool]:
     return type(values)(value for value, _ in entries), True
 
 
-class TorchGroup(_Group):
+class TorchGroup(HookedGroup):
     """One of our groups in the form of torch's.
 
     Methods have the names, overloads and meanings of ``torch.distributed.ProcessGroup`` and ``Backend``.
@@ -123,18 +130,23 @@ class TorchGroup(_Group):
         inner: the group that communicates.
         backend_name: name under which torch knows the backend.
         name: name of the group in torch.
-        ended: called once, when the group was shut down, aborted or collected.
+        begun: called when the group is made, and when it goes on with other members after its end.
+        ended: called once after that, when the group was shut down, aborted or collected.
     """
 
     # What the object that serves a device offers beyond the operations.
     supports_splitting = True
     supports_time_estimate = False
     supports_shrinking = False
-    supports_reconfigure = False
     supports_window = False
 
     def __init__(
-        self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
+        self,
+        inner: ProcessGroup,
+        backend_name: str,
+        name: str,
+        begun: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner = inner
@@ -147,6 +159,14 @@ class TorchGroup(_Group):
         self._issued = itertools.count(1)
         self._sequence = 0
         self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
+        self._aborted = False
+        self._begin_without_hooks()
+        self._life = begun, ended
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        begun, ended = self._life
+        begun()
         self._ended = weakref.finalize(self, ended)
         self._ended.atexit = False
 
@@ -159,6 +179,8 @@ class TorchGroup(_Group):
     def size(self) -> int:
         """Returns the number of ranks."""
         return self.inner.size()
+
+    getRank, getSize = rank, size  # what C++ asks for, which would keep what they were at first
 
     def name(self) -> str:
         """Returns the name of the backend in torch."""
@@ -291,6 +313,8 @@ class TorchGroup(_Group):
 
     def abort(self) -> None:
         """Breaks the group at once: waiting operations raise."""
+        self._aborted = True
+        self._tell_of_break()
         try:
             self.inner.abort()
         finally:
@@ -301,8 +325,72 @@ class TorchGroup(_Group):
         try:
             if self.owns_inner:
                 self.inner.shutdown()
+                self.inner._leave_place()
+            self._wait_for_pending_works()
         finally:
             self._ended()
+
+    # ---- other members -------------------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can take other members, as over ``host``."""
+        return self.inner.supports_reconfigure
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the text by which this process is named to :meth:`reconfigure`."""
+        return self.inner.reconfigure_handle()
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Gives the group other members; see :meth:`collectives.ProcessGroup.reconfigure`. Blocks.
+
+        Args:
+            opts: torch's ``ReconfigureOptions``: ``uuid``, ``handles``, ``timeout``, and no ``hints``.
+
+        Returns:
+            Work that is done.
+
+        Raises:
+            ValueError: there are hints, or the handles are wrong.
+            DistError: as there.
+        """
+        if opts.hints:
+            raise ValueError(
+                f"[rank {self.rank()}] reconfigure on {self!r} takes no hints, but got {dict(opts.hints)}"
+            )
+        self.inner.reconfigure(opts.uuid, opts.handles, opts.timeout)
+        self._aborted = self._broken = False
+        if not self._ended.alive:
+            self._begin_life()
+        self._set_sequence_number_for_group()
+        self._parts = itertools.count(1)
+        self._tell_torch()
+        done: DoneWork = DoneWork()
+        return done
+
+    def _tell_torch(self) -> None:
+        """Notes the new members where ``torch.distributed`` looks for them."""
+        itself: Any = self
+        known = torch.distributed.distributed_c10d._world.pg_group_ranks
+        if itself is torch.distributed.group.WORLD:
+            self.inner.set_global_ranks(range(self.size()))
+        if itself in known:
+            known[itself] = {rank: number for number, rank in enumerate(self.inner.global_ranks)}
+
+    def failure(self) -> DistError | None:
+        """Returns what broke the group, or ``None``; that, too, after this rank aborted it."""
+        cause = self.inner._first_cause()
+        return None if self._aborted and isinstance(cause, GroupAbortedError) else cause
+
+    def get_error(self) -> Any:
+        """Returns torch's ``ErrorType`` for what broke the group; ``SUCCESS`` after this rank aborted it."""
+        kinds, cause = c10d.ErrorType, self.failure()
+        if cause is None:
+            return kinds.SUCCESS
+        if isinstance(cause, CollectiveTimeoutError):
+            return kinds.TIMEOUT
+        remote = isinstance(cause, (PeerLostError, GroupAbortedError)) and cause.rank != self.rank()
+        return kinds.REMOTE_ERROR if remote else kinds.COMM_ERROR
 
     def _get_sequence_number_for_group(self) -> int:
         """Returns how many operations this rank has issued; called by torch on one rank or all."""
@@ -315,12 +403,6 @@ class TorchGroup(_Group):
 
     getSequenceNumberForGroup = _get_sequence_number_for_group
     setSequenceNumberForGroup = _set_sequence_number_for_group
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        """Returns at once: torch asks for it where completion hooks are registered, and none can be."""
 
     def _refuse(self, what: str, instead: str) -> NoReturn:
         raise UnsupportedOperationError(f"[rank {self.rank()}] {self!r} does not offer {what}; {instead}")
@@ -476,7 +558,10 @@ class TorchGroup(_Group):
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
         about = overload_arguments(operations.GATHER, opts)
+        record = c10d.GatherOptions() if opts is None else opts
         if self.rank() != about["root"]:
+            if self.hooked:
+                return self.gather([], [input], record)  # type: ignore[attr-defined, no-any-return]
             return self._issue("gather", input, self.inner.call, operations.GATHER, None, input, **about)
         if output.numel() != input.numel() * self.size():
             raise ValueError(
@@ -485,6 +570,9 @@ class TorchGroup(_Group):
             )
         outputs = dense_outputs([output])
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
+        if self.hooked:  # torch's kernel finds no gather_single in a Backend of Python
+            whole = self.gather([parts], [input], record)  # type: ignore[attr-defined]
+            return TorchWork(outputs.finish(whole.inner, about.get("async_op", True)))
 
         def gather(input: torch.Tensor) -> Work:
             work = self.inner.call(operations.GATHER, parts, input, **about)
@@ -520,12 +608,8 @@ class TorchGroup(_Group):
 
 _HOOKS = "use torch.profiler, which records every operation"
 _NOT_OFFERED = {
-    "_register_on_completion_hook": "use Work.get_future().then(...) of each operation",
     "_enable_collectives_timing": _HOOKS,
-    "register_pre_hook": _HOOKS,
-    "register_post_hook": _HOOKS,
-    "reconfigure": "initialize again with the ranks that are left",
-    "get_reconfigure_handle": "initialize again with the ranks that are left",
+    **({} if AROUND_OPERATIONS else dict.fromkeys(("register_pre_hook", "register_post_hook"), _HOOKS)),
     "shrink": "make a group of the ranks that are left with torch.distributed.new_group",
     "new_window": "use send and recv",
     "allocate_tensor": "make the tensor as any other",
@@ -585,6 +669,10 @@ def _collective(operation: Operation) -> Callable[..., TorchWork]:
                 )
                 if work is not None:
                     return work
+        elif self.hooked and (
+            done := dispatch_modes.issue_in_other_form(self, operation.methods, args, named)
+        ):
+            return done
         for keyword in others.keys() & named.keys():
             named[others[keyword]] = named.pop(keyword)
         tensors = (args[shown] if shown < len(args) else [*named.values()]) if operands else ()

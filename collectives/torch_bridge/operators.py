@@ -109,7 +109,9 @@ def _carry_out(group: TorchGroup, name: str, method: str, arguments: dict[str, A
     for field in fields:
         to, convert = _FIELDS[field]
         setattr(options, to, convert(arguments.pop(field)))
-    work: TorchWork = getattr(group, method)(*arguments.values(), *([options] if fields else []))
+    work: TorchWork = dispatch_modes.carry_out(
+        group, method, *arguments.values(), *([options] if fields else [])
+    )
     return work
 
 
@@ -155,9 +157,9 @@ def _runner(operator: Any, name: str, method: str) -> Callable[[Any, list[Any]],
 
     def runner(group: TorchGroup, arguments: list[Any]) -> Any:
         work = _carry_out(group, name, method, dict(zip(names, arguments, strict=True)))
-        if dispatch_modes.keep_work(work) is None:
+        if work is None:
             return None
-        boxed = work.boxed()  # type: ignore[union-attr]
+        boxed = work.boxed()
         return boxed if returns == 1 else (arguments[0], boxed)
 
     return runner
@@ -223,10 +225,11 @@ _METHODS = {
     name: name
     for name in (
         *_OPERATORS.values(), "_enable_collectives_timing", "_get_sequence_number_for_group",
-        "_register_on_completion_hook", "_set_default_timeout", "_set_sequence_number_for_group",
+        "_set_default_timeout", "_set_sequence_number_for_group",
         "_wait_for_pending_works", "abort", "allocate_tensor", "end_coalescing", "gather_single",
-        "getBackendName", "get_reconfigure_handle", "name", "new_window", "reconfigure", "set_timeout",
-        "shrink", "shutdown", "start_coalescing", "supports_tensor_alloc",
+        "getBackendName", "get_error", "get_reconfigure_handle", "name", "new_window", "rank", "reconfigure",
+        "registerAbortHook", "set_timeout", "shrink", "shutdown", "size", "start_coalescing",
+        "supports_tensor_alloc", "unregisterAbortHook",
     )
 } | {"monitored_barrier": "monitoredBarrier", "allreduce_sparse": "allreduce"}  # fmt: skip
 """Methods that C++ looks for in a backend, and those of the group that carry them out."""
@@ -254,6 +257,7 @@ def attach(group: TorchGroup) -> None:
     for device in group._device_types:
         base._register_backend(group, device, kind, backend)
     base._set_default_backend(group, kind)
+    group.shows_factors = True
 
 
 @functools.cache
@@ -266,7 +270,6 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
 
         supports_splitting = False
         supports_shrinking = False
-        supports_reconfigure = False
         supports_window = False
         _supports_time_estimate = False
 
@@ -277,6 +280,10 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
         @property
         def supports_coalescing(self) -> bool:
             return _alive(self._group).supports_coalescing
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return _alive(self._group).supports_reconfigure
 
         @property
         def options(self) -> Any:
@@ -290,7 +297,7 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
 @leave_uncompiled
 def _forward(name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return dispatch_modes.keep_work(getattr(_alive(self._group), name)(*args, **kwargs))
+        return dispatch_modes.carry_out(_alive(self._group), name, *args, **kwargs)
 
     call.__name__ = name
     return call

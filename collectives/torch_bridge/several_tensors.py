@@ -117,24 +117,8 @@ def _all_gather(group: ProcessGroup, output_tensors: Any, input_tensors: Any, ab
                 write(tensor, values)
 
     work = group.call(operations.ALL_GATHER_INTO_TENSOR, gathered, mine, **about)
-    return _GatheredLists(work, hand_out, output_tensors, about.get("async_op", True))
-
-
-class _GatheredLists(FinishingWork):
-    """An all-gather of several tensors: its value is a list for each input."""
-
-    def __init__(
-        self,
-        inner: Work,
-        finish: Callable[[], None],
-        outputs: Sequence[Sequence[torch.Tensor]],
-        async_op: bool,
-    ) -> None:
-        self._lists = [list(entry) for entry in outputs]
-        super().__init__(inner, finish, [tensor for entry in outputs for tensor in entry], async_op)
-
-    def _results(self) -> list[Any]:
-        return self._lists
+    results = [list(entry) for entry in output_tensors]
+    return FinishingWork(work, hand_out, flat, about.get("async_op", True), results)
 
 
 def _check_alike(

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.futures import Future
 
-from collectives.core.work import CompletedWork, Work
-from collectives.dynamo import Uncompiled
+from collectives.core.work import CompletedWork, Forwarding, Work
 from collectives.errors import DistError
 from collectives.time_limits import seconds_to_wait
 
@@ -32,12 +31,14 @@ if TYPE_CHECKING:
         bound_device_id: torch.device | None
 
         def __init__(self, rank: int, size: int) -> None: ...
+
+        def rank(self) -> int: ...
 else:
     _Work = torch_dist.Work
     _Group = torch_dist.ProcessGroup
 
 
-class TorchWork(_Work, Uncompiled):
+class TorchWork(Forwarding, _Work):
     """A ``torch.distributed.Work`` around one of ours.
 
     Args:
@@ -64,36 +65,12 @@ class TorchWork(_Work, Uncompiled):
         """Same as :meth:`wait` without a limit."""
         self.inner.synchronize()
 
-    def block_current_stream(self) -> None:
-        """Makes the current CUDA stream wait; for CPU tensors the same as :meth:`wait`."""
-        self.inner.block_current_stream()
-
-    def is_completed(self) -> bool:
-        """Returns whether the operation is done or failed; never blocks."""
-        return self.inner.is_completed()
-
     def is_success(self) -> bool:
         """Returns whether the operation is done without an error; never blocks."""
         return self.inner.is_success()
 
-    def exception(self) -> BaseException | None:
-        """Returns the error of a failed operation, else ``None``; never blocks."""
-        return self.inner.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the output tensors of a finished operation."""
-        return self.inner.result()
-
-    def source_rank(self) -> int:
-        """Returns the sender of a finished receive, counted within the group."""
-        return self.inner.source_rank()
-
     def _source_rank(self) -> int:
         return self.inner.source_rank()
-
-    def get_future(self) -> Future[Any]:
-        """Returns a future of the list of output tensors; always the same one."""
-        return self.inner.get_future()
 
     def get_future_result(self) -> Future[int]:
         """Returns a future of a ``WorkResult`` number that never carries an error."""

@@ -17,6 +17,7 @@ from collectives.ddp.hooks import (
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
+    quantized_allreduce_hook,
     top_k_hook,
 )
 from collectives.ddp.hooks.registration import BuiltinCommHookType, DDPCommHookType, register_ddp_comm_hook
@@ -37,6 +38,7 @@ __all__ = [
     "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_hooks",
+    "quantized_allreduce_hook",
     "register_ddp_comm_hook",
     "top_k_hook",
 ]

@@ -3,10 +3,10 @@
 Adaptive precision is named as future work in PyTorch Distributed (VLDB 2020, section 6.2.3); 1-bit SGD (Seide
 et al., Interspeech 2014) is its coarsest level.
 
-A bucket is sent at one of five levels: in 32 or 16 bits by all-reduce, in 8, 4 or 1 by gathered messages. 8
-and 4 bits scale blocks of 512 elements of the bucket, 1 bit blocks of 256 within each parameter. The error of
-a level is the norm of what it would leave out over the norm of the gradients, on the rank where that is
-largest.
+A bucket is sent at one of five levels: in 32 or 16 bits by all-reduce, in 8 by a quantized all-reduce, in 4
+or 1 by gathered messages. 8 bits scale blocks of 256 elements of the bucket, 4 bits blocks of 512, 1 bit
+blocks of 256 within each parameter. The error of a level is the norm of what it would leave out over the norm
+of the gradients, on the rank where that is largest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ import torch
 from torch.futures import Future
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
-from collectives.ddp.hooks.compression import Affine, Cast, Codec, CompressingState, OfEach, Signs, compress
+from collectives.core.quantized import BLOCK
+from collectives.ddp.hooks.compression import (
+    Affine,
+    Cast,
+    Codec,
+    CompressingState,
+    OfEach,
+    Quantized,
+    Signs,
+    compress,
+)
 from collectives.ddp.hooks.state import check_integer, comm_hook, widths
 from collectives.ddp.reducer.buckets import GradBucket
 
@@ -46,7 +56,8 @@ class _Level:
 
     def cost(self, size: int) -> float:
         """Returns how many bits of each element a rank of ``size`` sends."""
-        return self.bits * (2 / size if self.codec.adds_up else 1.0) * (size - 1)
+        in_parts = self.codec.adds_up or isinstance(self.codec, Quantized)
+        return self.bits * (2 / size if in_parts else 1.0) * (size - 1)
 
     def error(self, values: torch.Tensor, norm: torch.Tensor) -> float:
         """Returns the relative error on this rank; infinite where it cannot be told.
@@ -64,7 +75,7 @@ class _Level:
 _LEVELS = {
     "32 bits": _Level(32, Cast()),
     "16 bits": _Level(16, Cast(torch.bfloat16)),
-    "8 bits": _Level(8 + 64 / _BLOCK, Affine(8, _BLOCK)),
+    "8 bits": _Level(8 + 32 / BLOCK, Quantized(torch.int8, BLOCK)),
     "4 bits": _Level(4 + 64 / _BLOCK, Affine(4, _BLOCK)),
 }
 

@@ -3,7 +3,7 @@
 A codec turns flat gradients into a message, and back with a loss. The message is a flat tensor whose length
 depends on the number of elements alone, so that the messages of all ranks can be gathered without telling
 lengths. Values travel in blocks, each with two float32 numbers of its own in front of all codes. Messages of
-a codec that *adds up* are averaged instead.
+a codec that *adds up* are averaged instead; those of :class:`Quantized` are reduced in parts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
+from collectives.core.quantized import Parts, exchange
+from collectives.core.work import chain
+from collectives.ddp.hooks.phases import PhasedState, Phases
 from collectives.ddp.hooks.state import (
-    FeedbackState,
-    after,
     average_exactly,
     check_integer,
     dense_buffer,
@@ -74,6 +75,34 @@ class Cast:
     def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
         """Adds the elements."""
         values.add_(message, alpha=weight)
+
+
+class Quantized:
+    """Each element as 8 bits of a scale that its block has, reduced by a quantized all-reduce.
+
+    Args:
+        dtype: of the codes.
+        block: elements of a block.
+    """
+
+    adds_up = False
+
+    def __init__(self, dtype: torch.dtype, block: int) -> None:
+        self.dtype = dtype
+        self.block = block
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the message of all elements, as one part."""
+        return self._part(values).encode(values.float())
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds code times scale."""
+        decoded = torch.empty_like(values, dtype=torch.float32)
+        self._part(values).decode(message, decoded)
+        values.add_(decoded, alpha=weight)
+
+    def _part(self, values: torch.Tensor) -> Parts:
+        return Parts(values.numel(), 1, self.dtype, self.block, in_core=False)
 
 
 class Affine:
@@ -295,7 +324,7 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
 # ---- the hook ----------------------------------------------------------------------------------------------
 
 
-class CompressingState(FeedbackState):
+class CompressingState(PhasedState):
     """State of a hook that averages through a codec, with error feedback.
 
     Args:
@@ -308,7 +337,7 @@ class CompressingState(FeedbackState):
         ValueError: ``start_iter`` is negative.
     """
 
-    _SETTINGS = (*FeedbackState._SETTINGS, "start_iter")
+    _SETTINGS = (*PhasedState._SETTINGS, "start_iter")
 
     def __init__(self, process_group: object, start_iter: int, *, use_error_feedback: bool) -> None:
         super().__init__(process_group, use_error_feedback=use_error_feedback)
@@ -328,7 +357,7 @@ class CompressingState(FeedbackState):
 
 @torch.no_grad()
 def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Averages a bucket through the codec of a state; exactly during the first iterations.
+    """Averages a bucket through the codec of a state; exactly in the first iterations, and on one rank alone.
 
     The error of the last iteration is added. What the message leaves out is kept for the next one; nothing
     where that is not finite. That is so of values that are not, and of those that were sent as infinite
@@ -340,7 +369,8 @@ def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor
     """
     buffer = dense_buffer(bucket)
     group = state.join(bucket)
-    if state.iter < state.start_iter or not buffer.numel():
+    if state.iter < state.start_iter or not buffer.numel() or group.size() == 1:
+        state.flush(bucket.index())
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
     values = buffer.to(working_dtype(buffer.dtype), copy=True)
@@ -349,12 +379,66 @@ def compress(state: CompressingState, bucket: GradBucket) -> Future[torch.Tensor
         values.add_(error)
     codec = state.codec(bucket, values, group)
     state.maybe_increase_iter(bucket)
+    return state.enter(bucket, _phases(group, bucket, codec, values, error)).outcome()
+
+
+def _phases(
+    group: ProcessGroup,
+    bucket: GradBucket,
+    codec: Codec,
+    values: torch.Tensor,
+    error: torch.Tensor | None,
+) -> Phases:
+    """Returns the phases of a bucket; but one, unless the codec has messages reduced in parts."""
+    if isinstance(codec, Quantized):
+        return (yield from _reduced_in_parts(group, bucket, codec, values, error))
     message = codec.encode(values)
     if error is not None:
         codec.add_to(error.copy_(values), message, -1.0)
-        if not torch.isfinite(error.sum()):
-            error.zero_()
+        _forget_unless_finite(error)
     return average_encoded(group, bucket, codec, message)
+
+
+def _forget_unless_finite(error: torch.Tensor) -> None:
+    finite = torch.isfinite(error.sum())
+    if not error.is_cpu:
+        error.masked_fill_(~finite, 0.0)  # the host does not wait for the device
+    elif not finite:
+        error.zero_()
+
+
+def _reduced_in_parts(
+    group: ProcessGroup,
+    bucket: GradBucket,
+    codec: Quantized,
+    values: torch.Tensor,
+    error: torch.Tensor | None,
+) -> Phases:
+    """Averages by a quantized all-reduce, whose exchange is two phases."""
+    parts = Parts.of(group, values, codec.dtype, codec.block, average=True)
+    flat = values.float()
+    steps = exchange(group, parts, flat, keeps_rest=error is not None)
+    next(steps)
+    yield
+    try:
+        message, work = yield from steps
+    except Exception as failure:  # noqa: BLE001 - the future raises it
+        return failure
+    if error is not None:
+        _forget_unless_finite(error.copy_(flat))
+    buffer, result = dense_buffer(bucket), bucket.buffer()
+
+    @torch.no_grad()
+    def decode(done: Future[Any]) -> torch.Tensor:
+        done.value()
+        # Not into memory of the caller's stream, unless the result is there.
+        values = buffer if buffer.dtype is torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
+        parts.decode(message, values)
+        if values is not buffer:
+            buffer.copy_(values)
+        return result
+
+    return chain(work.get_future(), decode)
 
 
 def average_encoded(
@@ -387,4 +471,4 @@ def average_encoded(
         buffer.copy_(total)
         return result
 
-    return after(bucket, work.get_future(), decode)
+    return chain(work.get_future(), decode)

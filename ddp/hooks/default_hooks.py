@@ -11,7 +11,8 @@ import torch
 from torch.futures import Future
 
 from collectives import ReduceOp
-from collectives.ddp.hooks.state import after, average_exactly, comm_hook, dense_buffer, group_of
+from collectives.core.work import chain
+from collectives.ddp.hooks.state import average_exactly, comm_hook, dense_buffer, group_of
 from collectives.ddp.reducer.averaging import average, averaging_op
 from collectives.ddp.reducer.buckets import GradBucket, Hook
 
@@ -111,7 +112,7 @@ def _compressed(process_group: object, bucket: GradBucket, dtype: torch.dtype) -
         buffer.copy_(compressed)
         return result
 
-    return after(bucket, work.get_future(), decompress)
+    return chain(work.get_future(), decompress)
 
 
 class _CastHook:
@@ -150,4 +151,4 @@ class _CastHook:
             buffer.copy_(tensor.reshape(buffer.shape))
             return buffer
 
-        return after(bucket, self._hook(state, bucket), cast_back)
+        return chain(self._hook(state, bucket), cast_back)

@@ -8,9 +8,8 @@ NeurIPS 2019.
 from __future__ import annotations
 
 import math
-import traceback
 import zlib
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +18,13 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
+from collectives.ddp.hooks.phases import PhasedState, Phases
 from collectives.ddp.hooks.state import (
-    FeedbackState,
     average_exactly,
     check_integer,
     comm_hook,
     dense_buffer,
     group_of,
-    is_torch_bucket,
-    pending,
     widths,
     working_dtype,
 )
@@ -40,7 +37,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _log = Log(__name__)
 
 
-class PowerSGDState(FeedbackState):
+class PowerSGDState(PhasedState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Arguments are those of torch's class. Memory is kept by parameter, so that it survives new layouts of the
@@ -83,7 +80,7 @@ class PowerSGDState(FeedbackState):
     """
 
     _SETTINGS = (
-        *FeedbackState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
+        *PhasedState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
         "warm_start", "orthogonalization_epsilon", "random_seed",
     )  # fmt: skip
 
@@ -132,7 +129,6 @@ class PowerSGDState(FeedbackState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._under_way: _Compression | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
@@ -164,12 +160,7 @@ class PowerSGDState(FeedbackState):
     def pass_failed(self) -> None:
         """Begins anew, on all ranks, after a pass that may have left different memories on them."""
         super().pass_failed()
-        self._under_way = None
         self.rng.seed((self.random_seed + self.iter) % 2**32)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle saves; called between two passes."""
-        return {**super().__getstate__(), "_under_way": None}
 
     # ---- what the hooks call -------------------------------------------------------------------------------
 
@@ -216,44 +207,6 @@ class PowerSGDState(FeedbackState):
                 self.iter, self.compression_stats()[0],
                 self.total_numel_after_compression, self.total_numel_before_compression,
             )  # fmt: skip
-
-    def enter(self, this: _Compression, *, drain: bool) -> None:
-        """Runs as much of all compressions as can be without waiting idly for messages.
-
-        Args:
-            this: the compression to begin; what that fails with is raised.
-            drain: whether no other one follows in this pass.
-        """
-        before, self._under_way = self._under_way, None
-        if before is not None and before.index >= this.index:  # of a pass that was broken off
-            before = None
-        if before is not None:
-            before.advance()
-        try:
-            this.begin()
-        finally:
-            if before is not None:
-                before.advance()
-        if drain:
-            this.advance()
-            this.advance()
-        else:
-            self._under_way = this
-
-    @torch.no_grad()
-    def flush(self, index: int) -> None:
-        """Finishes the compression under way, if any, so that its future is complete; waits for its messages.
-
-        For who waits for a future before the next bucket's hook has run, as hooks around this one may. All
-        ranks do so at the same place.
-
-        Args:
-            index: of the next bucket.
-        """
-        this, self._under_way = self._under_way, None
-        if this is not None and this.index < index:  # else it is of a pass that was broken off
-            this.advance()
-            this.advance()
 
 
 def matrix_shape(parameter: torch.Tensor, numel: int) -> tuple[int, int]:
@@ -371,63 +324,14 @@ _Division = Callable[[PowerSGDState, GradBucket, Sequence[str]], _Plan]
 """Decides that for a bucket with these keys of its parameters."""
 
 
-class _Compression:
-    """One bucket on its way from gradients to averages, in three phases with an all-reduce between them.
-
-    The compressions of a pass overlap: while the messages of one travel, the next one computes. All ranks
-    issue the messages in the same order, which the order of the buckets fixes.
-
-    Attributes:
-        index: of the bucket.
-        future: of the average.
-        failure: what a phase after the first one failed with.
-    """
-
-    def __init__(
-        self,
-        state: PowerSGDState,
-        bucket: GradBucket,
-        buffer: torch.Tensor,
-        group: ProcessGroup,
-        divide: _Division,
-    ) -> None:
-        self.index = bucket.index()
-        self.future = pending(buffer)
-        self.failure: Exception | None = None
-        self._phases = _phases(state, bucket, buffer, group, divide)
-
-    def begin(self) -> None:
-        """Runs the first phase; raises what it fails with."""
-        next(self._phases)
-
-    def advance(self) -> None:
-        """Runs the next phase, where one is left; what it fails with, the future raises."""
-        try:
-            next(self._phases)
-        except StopIteration as end:
-            outcome = end.value
-        else:
-            return
-        if isinstance(outcome, Exception):
-            self.failure = outcome
-            traceback.clear_frames(outcome.__traceback__)  # torch's future may keep it for ever
-            self.future.set_exception(outcome)  # type: ignore[arg-type]
-        elif outcome is not None:  # else it was done before
-            self.future.set_result(outcome)
-
-
 def _phases(
     state: PowerSGDState,
     bucket: GradBucket,
     buffer: torch.Tensor,
     group: ProcessGroup,
     divide: _Division,
-) -> Generator[None, None, torch.Tensor | Exception]:
-    """Yields when a message is on its way; returns the averages, or what a phase after the first failed with.
-
-    Knows neither the compression nor its future: they would hold each other, and with them the memory of the
-    bucket, where a pass breaks off.
-    """
+) -> Phases:
+    """Returns the three phases, with an all-reduce between two of them."""
     keys = state.keys_of(bucket)
     result, flat = bucket.buffer(), buffer.to(working_dtype(buffer.dtype))
     error = state.error_of(bucket, keys)
@@ -651,11 +555,7 @@ def _run(state: PowerSGDState, bucket: GradBucket, divide: _Division) -> Future[
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
-    this = _Compression(state, bucket, buffer, group, divide)
-    # torch may leave out the last bucket, so that its compressions cannot wait for one another.
-    state.enter(this, drain=bucket.is_last() or is_torch_bucket(bucket))
+    this = state.enter(bucket, _phases(state, bucket, buffer, group, divide))
     state.log_stats(bucket)
     state.maybe_increase_iter(bucket)
-    if this.failure is not None and is_torch_bucket(bucket):  # which would take it for a value
-        raise this.failure
-    return this.future
+    return this.outcome()

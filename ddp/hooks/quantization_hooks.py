@@ -1,7 +1,9 @@
-"""Hooks that send gradients as whole numbers of 8 bits: a quarter of the bytes of float32.
+"""Hooks that gather gradients as whole numbers of 8 bits: those that torch has, by their names and arguments.
 
-Their state is a process group, or ``None`` for the default group. They keep no errors for the next step;
-:mod:`collectives.ddp.hooks.adaptive_hook` does.
+They round once, and need one exchange, but every rank sends its message to each other one: traffic grows
+with the number of ranks. Their state is a process group, or ``None`` for the default group, and they keep no
+errors for the next step. :mod:`collectives.ddp.hooks.quantized_allreduce_hook` does, and sends a quarter of
+float32's bytes at any number of ranks: take it for more than two.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ from collectives.logs import Log
 _log = Log(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_T = TypeVar("_T")
-_S = TypeVar("_S")
 
 
 def comm_hook(function: _Function) -> _Function:
@@ -89,15 +87,6 @@ def widths(bucket: GradBucket) -> list[int]:
     return [parameter.numel() * width for parameter in bucket.parameters()]
 
 
-def after(bucket: GradBucket, future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T]:
-    """Returns a future of what ``function`` makes of a finished one, in the form that a reducer expects.
-
-    Ours gets errors with their classes. torch's C++ reducer gets them as errors at all: it would take what
-    ``Future.set_exception`` leaves for a value.
-    """
-    return future.then(function) if is_torch_bucket(bucket) else chain(future, function)
-
-
 def completed(value: torch.Tensor) -> Future[torch.Tensor]:
     """Returns a future that holds a tensor already."""
     future = pending(value)
@@ -124,7 +113,7 @@ def average_exactly(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Ten
         done.value()
         return buffer
 
-    return after(bucket, average(group, buffer).get_future(), averaged)
+    return chain(average(group, buffer).get_future(), averaged)
 
 
 # ---- states ---------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Model averaging: ranks train on their own for some steps, then average their parameters.
 
 Inside, in modules named as torch's: ``utils``, averages of parameters, and ``averagers``, which take them at
-some steps, over all ranks or by levels of neighbours. Not here: the optimizer that calls one
+some steps, over all ranks or by levels of neighbours; and in ``diloco``, which torch does not have, an outer
+optimizer on what ranks have changed. Not here: the optimizer that calls one
 (:mod:`collectives.ddp.optim`), and averages of gradients (:mod:`collectives.ddp.reducer`).
 """
 
@@ -12,6 +13,7 @@ from collectives.ddp.model_averaging.averagers import (
     ModelAverager,
     PeriodicModelAverager,
 )
+from collectives.ddp.model_averaging.diloco import DiLoCoAverager
 from collectives.ddp.model_averaging.utils import (
     average_parameters,
     average_parameters_or_parameter_groups,
@@ -19,6 +21,7 @@ from collectives.ddp.model_averaging.utils import (
 )
 
 __all__ = [
+    "DiLoCoAverager",
     "HierarchicalModelAverager",
     "ModelAverager",
     "PeriodicModelAverager",

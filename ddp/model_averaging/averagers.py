@@ -26,10 +26,13 @@ class ModelAverager(Uncompiled, ABC):
     Attributes:
         process_group: the ranks.
         step: number of calls of :meth:`average_parameters`; may be set, as from a checkpoint.
+        STATE: names in :meth:`state_dict`; ``"step"`` is one.
 
     Args:
         process_group: the ranks; ``None`` for the default group.
     """
+
+    STATE: tuple[str, ...] = ("step",)
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self.process_group = resolve_group(process_group)
@@ -45,6 +48,18 @@ class ModelAverager(Uncompiled, ABC):
             params: parameters of a model, or parameter groups of an optimizer; those that have a gradient
                 must be the same on all ranks.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of the step; averagers with more state add theirs, and name it in ``STATE``."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: the same on all ranks.
+        """
+        self.step = state_dict["step"]
 
 
 class _AfterWarmup(ModelAverager):

@@ -85,14 +85,19 @@ def get_params_to_average(
     Raises:
         TypeError: an item is neither.
     """
-    return list(filter(_has_gradient, _parameters_of(params)))
+    return list(filter(_has_gradient, parameters_of(params)))
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
     return parameter.grad is not None
 
 
-def _parameters_of(params: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+def parameters_of(params: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Returns the parameters of an iterable of them, or of an optimizer's parameter groups.
+
+    Raises:
+        TypeError: an item is neither.
+    """
     found: list[torch.Tensor] = []
     for item in params:
         if isinstance(item, torch.Tensor):
@@ -123,4 +128,4 @@ def average_parameters_or_parameter_groups(
         ModelMismatchError: parameters that have a gradient differ between ranks; raised on all of them.
         TypeError: an item is neither.
     """
-    _average(_parameters_of(params), _has_gradient, process_group)
+    _average(parameters_of(params), _has_gradient, process_group)

@@ -122,10 +122,10 @@ class PostLocalSGDOptimizer(Optimizer, Uncompiled):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the wrapped optimizer, and under ``"step"`` that of the averager."""
-        state = self.optim.state_dict()
-        state["step"] = self.averager.step
-        return state
+        """Returns the state of the wrapped optimizer and that of the averager, under ``"step"`` at least."""
+        averager: Any = self.averager  # which may be one of torch's
+        its = averager.state_dict() if isinstance(averager, ModelAverager) else {"step": averager.step}
+        return self.optim.state_dict() | its
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned; warm-up does not begin again.
@@ -135,14 +135,26 @@ class PostLocalSGDOptimizer(Optimizer, Uncompiled):
 
         Args:
             state_dict: the same on all ranks; copied as the wrapped optimizer does.
+
+        Raises:
+            ValueError: it lacks what an averager with a state of its own needs; nothing was loaded.
         """
-        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        averager: Any = self.averager
+        names = averager.STATE if isinstance(averager, ModelAverager) else ModelAverager.STATE
+        missing = [name for name in names if name != "step" and name not in state_dict]
+        if missing:
+            raise ValueError(f"the state has nothing of a {type(averager).__name__}: {', '.join(missing)}")
         if "step" not in state_dict:
             warnings.warn(
                 'the state has no "step" of a model averager, which begins at step 0, with its warm-up',
                 stacklevel=2,
             )
-        self.averager.step = state_dict.get("step", 0)
+            averager.step = 0
+        elif isinstance(averager, ModelAverager):
+            averager.load_state_dict({name: state_dict[name] for name in names})
+        else:
+            averager.step = state_dict["step"]
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key not in names})
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuses to be pickled or copied: that would need the averager's group.

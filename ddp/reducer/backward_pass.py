@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from collectives.errors import DistError
+
 REPORT_BYTES = 16384
 """Size of an encoded report; long lists are cut and counted."""
 
@@ -201,7 +203,8 @@ class BackwardPass:
         sync: whether the pass averages.
         committed: whether it accumulates gradients, although none came yet.
         broken: whether a reduction could not be issued, so that the ranks cannot be brought together.
-        broken_off: whether the communication hook failed, here or on another rank.
+        broken_off: whether the communication hook failed, here or on another rank, or that of another model.
+        told: what all ranks raise for that, where they have met.
         abandoned: whether an exception broke it off.
         nested: whether the current task is within another one.
         ending: whether the outermost task is complete.
@@ -224,6 +227,7 @@ class BackwardPass:
     committed: bool = False
     broken: bool = False
     broken_off: bool = False
+    told: DistError | None = None
     abandoned: bool = False
     nested: bool = False
     ending: bool = False

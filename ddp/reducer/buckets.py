@@ -769,11 +769,15 @@ class Gradients(Sequence[Gradient]):
     def copy_all(self) -> None:
         """Reduces no gradient in place from now on, for a communication hook, which takes a flat buffer."""
         self._copies_all = True
-        self._make_buckets([bucket.indices for bucket in self.buckets])
+        self.renew_buckets()
 
     def set_tail(self, size: int) -> None:
         """Gives the last bucket a tail of another size."""
         self._tail = size
+        self.renew_buckets()
+
+    def renew_buckets(self) -> None:
+        """Takes other memory for the buckets, laid out as before."""
         self._make_buckets([bucket.indices for bucket in self.buckets])
 
     def rebuild_buckets(self, order: Iterable[int]) -> bool:

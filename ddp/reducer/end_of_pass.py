@@ -13,15 +13,6 @@ ranks differ.
 To read the signals of a device is to wait for it. *Deferred*, they are read before a later pass, as soon as
 they are there: then a rank with an error raises it alone at the end of its pass, and the others learn which
 rank that was. Those of the last pass are read when the group is shut down, or else when the process ends.
-
-A communication hook issues what it likes. A rank whose hook failed does not know what those of the other
-ranks wait for, and can neither send that nor let them know over the same group. So it breaks the groups that
-hooks use. What is in flight then fails on all ranks, which leave the pass, connect these groups anew, and
-tell each other what went wrong (:class:`Recovery`). Where passes do not wait for the device, the other ranks
-may be some passes ahead before they hear of it. Each raises in the pass that it is at, and the ranks meet
-before the next one. Those that raised in an earlier pass than others then raise in each one up to that of the
-others. So all have left out the same passes, and the ranks' loops, of which an error ends an iteration, go on
-with the same one.
 """
 
 from __future__ import annotations
@@ -32,17 +23,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 
-from collectives import DistError, GroupAbortedError, ProcessGroup, Work
+from collectives import DistError, GroupAbortedError, Work
 from collectives.core.backend_interface import HostCopy
-from collectives.core.forwarding import group_behind
-from collectives.ddp.agreement import gather_records
-from collectives.ddp.default_group import default_group_or_none
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.module.arguments import Settings
 from collectives.ddp.reducer.averaging import Averager
@@ -56,7 +43,6 @@ from collectives.ddp.reducer.backward_pass import (
 )
 from collectives.ddp.reducer.buckets import OrderTrace
 from collectives.ddp.reducer.unused import UnusedParameters
-from collectives.errors import UnsupportedOperationError
 from collectives.logs import Log
 
 _log = Log(__name__)
@@ -64,20 +50,6 @@ _log = Log(__name__)
 _EXIT_SECONDS = 10.0
 """How long the end of the process waits for the last passes of all models."""
 _POLL_SECONDS = 0.01
-
-_BROKEN_BY_HOOK = "communication_hook"
-"""The operation that errors name where a hook's failure broke the group."""
-
-_BROKE_OFF = "broke off a backward pass"
-
-_USED = (
-    "Some ranks had begun the next pass when they learned of it. What an optimizer made of these gradients "
-    "there is wrong: load a checkpoint."
-)
-
-_MOMENT_S = 0.2
-
-_GROUP_TYPES = (ProcessGroup, torch.distributed.ProcessGroup)
 
 
 # ---- signals -----------------------------------------------------------------------------------------------
@@ -223,23 +195,24 @@ class ReportExchange:
     Args:
         settings: of the model.
         report: this rank's report; an empty one where nothing went wrong.
+        device: of the tensors; ``None`` for the model's.
     """
 
-    def __init__(self, settings: Settings, report: ErrorReport) -> None:
-        group = settings.group
+    def __init__(self, settings: Settings, report: ErrorReport, device: torch.device | None = None) -> None:
+        group, device = settings.group, device or settings.device
         self._settings = settings
-        self._mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8).to(settings.device)
-        self._all = torch.empty(group.size(), REPORT_BYTES, dtype=torch.uint8, device=settings.device)
+        self._mine = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8).to(device)
+        self._all = torch.empty(group.size(), REPORT_BYTES, dtype=torch.uint8, device=device)
         self.wait = group.all_gather_single(self._all, self._mine).wait
 
     def error(self) -> GradientSyncError:
         """Returns the error that every rank raises, from the reports of all; blocks until they are here."""
         self.wait()
         rows = self._settings.group.to_host(self._all)
-        return _sync_error(self._settings, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
+        return sync_error(self._settings, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
 
 
-def _sync_error(settings: Settings, reports: Mapping[int, bytes]) -> GradientSyncError:
+def sync_error(settings: Settings, reports: Mapping[int, bytes]) -> GradientSyncError:
     """Returns the error for encoded reports of some ranks; empty ones are left out."""
     reasons: dict[int, str] = {}
     advice: dict[str, None] = {}
@@ -313,7 +286,7 @@ class EndOfPass:
         averager: averages over the ranks.
         unused: which parameters this rank uses.
         order: the order of their gradients.
-        recovery: explains an error after the last pass.
+        explain: returns what to raise for an error of the last passes.
     """
 
     def __init__(
@@ -322,14 +295,14 @@ class EndOfPass:
         averager: Averager,
         unused: UnusedParameters,
         order: OrderTrace,
-        recovery: Recovery,
+        explain: Callable[[Settings, DistError], DistError],
     ) -> None:
         self._settings = settings
         self._group = settings.group
         self._averager = averager
         self._unused = unused
         self._order = order
-        self._recovery = recovery
+        self._explain = explain
         self.deferred = settings.group.is_stream_ordered(settings.device)
         self._late: deque[_LatePass] = deque()
         self._waits = False
@@ -457,7 +430,7 @@ class EndOfPass:
                     late = ErrorReport(position=str(current.position(self.progress)))
                     self._late.append(_LatePass(group.to_host_later(tail), self._signals.read, late))
         if report:  # only this rank knows: nothing communicates, or the signals are gone or deferred
-            raise _sync_error(self._settings, {group.rank(): report.encode()}) from report.cause
+            raise sync_error(self._settings, {group.rank(): report.encode()}) from report.cause
         return signals
 
     def settle(self, *, together: bool = False) -> bool:
@@ -527,7 +500,7 @@ class EndOfPass:
             while self._late:
                 self._read_oldest("one of the last backward passes")
         except DistError as error:
-            raise self._recovery.explain_last(error) from error.__cause__
+            raise self._explain(self._settings, error) from error.__cause__
         if self._out_of_step is not None:
             report, self._out_of_step = self._out_of_step, None
             which = "one of the last backward passes"
@@ -563,7 +536,8 @@ class EndOfPass:
         self._waits = self._relayout = False
         self._out_of_step = self._work = None
         self.progress = Progress()
-        self.send_separately()  # what is in flight may yet be written to the tail before
+        if self._tail is not None:
+            self.send_separately()  # what is in flight may yet be written to the tail before
 
     def abandon(self, current: BackwardPass) -> list[Work | ReportExchange]:
         """Sends signals and report of a pass that broke off here, without waiting; returns what is to end."""
@@ -593,200 +567,3 @@ def _check_all() -> None:
     until = time.monotonic() + _EXIT_SECONDS
     for end in list(_deferring) if _process == os.getpid() else ():
         end.check_at_exit(until)
-
-
-# ---- after a hook that failed ------------------------------------------------------------------------------
-
-
-class Recovery:
-    """Brings the ranks together after a pass of which a communication hook failed.
-
-    Attributes:
-        hook: the hook that reduces, and its state.
-        owed: this rank's report of a pass that it left early, where others wait to meet, or may.
-        ended: number of synchronised passes that ended, well or not, or did not begin for an error.
-        left_out: how many have to have ended before the next one may begin.
-
-    Args:
-        settings: of the model.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._group = settings.group
-        self.hook: tuple[Any, Any] = None, None
-        self._failure: GroupAbortedError | None = None
-        self.owed: ErrorReport | None = None
-        self.ended = self.left_out = 0
-        self._told = GradientSyncError()
-
-    def hook_failed(self, why: str, error: BaseException, *, ending: bool) -> None:
-        """Takes note that the hook of this rank failed; it is to leave the pass then, or to meet the others.
-
-        Those may have failed as well and be about to say why. So they have a moment before groups are broken.
-
-        Args:
-            why: what failed, in words.
-            error: what the hook raised.
-            ending: whether the backward pass is over, so that this rank issues nothing more before they meet.
-        """
-        rank = self._group.rank()
-        cause = DistError(f"{type(error).__name__}: {error}", rank)
-        text = f"rank {rank} {_BROKE_OFF}: {why}: {cause}"
-        number = self.ended + 1
-        self._failure = GroupAbortedError(text, rank, operation=_BROKEN_BY_HOOK, sequence=number, cause=cause)
-        if not ending:
-            time.sleep(_MOMENT_S)
-            self._break_off()
-
-    def is_broken_off(self) -> bool:
-        """Returns whether the hook of a rank failed and that has broken a group here."""
-        return self._cause() is not None
-
-    def comes_of_it(self, error: BaseException | None) -> bool:
-        """Returns whether an error of this rank's hook is what came of another one's."""
-        broken_off = self.is_broken_off()
-        while broken_off and error is not None:
-            # Futures of torch make their errors anew, of which only the words are left.
-            if isinstance(error, DistError) or _BROKE_OFF in str(error):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
-
-    def meet(self, report: ErrorReport, passes: int, *, after: bool) -> tuple[GradientSyncError, int]:
-        """Connects the groups anew; called by all ranks, blocks.
-
-        Args:
-            report: what went wrong on this rank.
-            passes: number of passes that ended well, as far as this rank knows.
-            after: whether this rank has left the pass; else it is within the one in which it raises.
-
-        Returns:
-            The error that all ranks raise, and the number of passes that ended well.
-
-        Raises:
-            DistError: a rank has died, or does not come.
-        """
-        number = self.ended if after else self.ended + 1
-        others = self._groups()[1:]
-        try:
-            self._group._renew(self._break_off)
-        except UnsupportedOperationError as error:
-            return self.leave(report, f"{error}; make a new group"), passes
-        self._failure = self.owed = None
-        mine = {
-            "groups": [other.group_name for other in others],
-            "iter": self._iteration(),
-            "pass": number,
-            "passes": passes,
-        }
-        records = gather_records(self._group, mine, self._settings.device)
-        by_rank = dict(zip(self._group.global_ranks, records, strict=True))
-        for other in others:
-            if all(other.group_name in by_rank[member]["groups"] for member in other.global_ranks):
-                other._renew()
-        if self._group.is_stream_ordered(self._settings.device):
-            self.left_out = max(record["pass"] for record in records)
-            # Ranks that raised in later passes, or do not know of earlier errors yet, used what came of them.
-            if len({record["pass"] for record in records}) > 1 or (
-                len({record["pass"] - record["passes"] for record in records}) > 1
-            ):
-                report.advice.append(_USED)
-        self._reset_hook(max(record["iter"] for record in records))
-        self._told = ReportExchange(self._settings, report).error()
-        return self._told, min(record["passes"] for record in records)
-
-    def owe(self, report: ErrorReport) -> None:
-        """Takes note that this rank leaves a pass before it knows how that ends."""
-        self._break_off()
-        self.owed = replace(report, cause=None)  # whose frames hold buckets, and what users raise it over
-
-    def leave(self, report: ErrorReport, note: str = "") -> GradientSyncError:
-        """Returns what this rank can tell alone of a pass that broke off; the ranks meet before the next one.
-
-        Args:
-            report: what went wrong on this rank.
-            note: what else there is to say.
-        """
-        self.owe(report)
-        cause, rank = self._cause(), self._group.rank()
-        if cause is not None and not report:
-            rank, report = cause.rank, ErrorReport(errors=[str(cause)])
-            report.advice += [_USED] if 0 <= cause.sequence <= self.ended else []
-        report.errors += [note] if note else []
-        return _sync_error(self._settings, {rank: report.encode()})
-
-    def explain_last(self, error: DistError) -> DistError:
-        """Returns what to raise for an error of passes after which the ranks do not meet again."""
-        if isinstance(error, GradientSyncError) or not self.is_broken_off():
-            return error
-        return self.leave(ErrorReport())
-
-    def check_next(self) -> None:
-        """Raises where other ranks have left out the pass that is about to begin.
-
-        Raises:
-            GradientSyncError: they did.
-        """
-        if self.ended < self.left_out:
-            self.ended += 1
-            why = "This pass is left out, too, because other ranks learned of that here or later."
-            raise GradientSyncError(f"{self._told}\n{why}", self._told.reasons)
-
-    # ---- inside ------------------------------------------------------------------------------------------
-
-    def _break_off(self) -> None:
-        """Lets all that is in flight fail, and the other ranks know, where this one's hook failed."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            for group in self._groups():
-                details = {**failure.details(), "rank": group.rank()}
-                group._break_for(GroupAbortedError(failure.args[0], **details, cause=failure.cause))
-
-    def _groups(self) -> Sequence[ProcessGroup]:
-        """Returns the groups that hooks use: the model's, and others of its ranks that they name."""
-        members = set(self._group.global_ranks)
-        default = default_group_or_none()
-        found = [*_named_by(*self.hook), *([] if default is None else [default])]
-        others = {group for group in found if members.issuperset(group.global_ranks)}
-        others.discard(self._group)
-        return [self._group, *sorted(others, key=lambda group: group.group_name)]
-
-    def _cause(self) -> GroupAbortedError | None:
-        """Returns what broke the first group that a hook's failure broke."""
-        for group in self._groups() if self.hook[0] is not None else ():
-            cause = group._first_cause()
-            if isinstance(cause, GroupAbortedError) and cause.operation == _BROKEN_BY_HOOK:
-                return cause
-        return None
-
-    def _iteration(self) -> int:
-        """Returns what the hook's state counts, as those of torch's hooks and ours do."""
-        count = getattr(self.hook[1], "iter", None)
-        return count if type(count) is int else 0
-
-    def _reset_hook(self, iteration: int) -> None:
-        """Lets the hook and its state begin anew what the ranks have in common."""
-        if type(getattr(self.hook[1], "iter", None)) is int:
-            self.hook[1].iter = iteration
-        for listener in self.hook:
-            tell = getattr(listener, "pass_failed", None)
-            if callable(tell):
-                tell()
-
-
-def _named_by(hook: Any, state: object) -> Iterator[ProcessGroup]:
-    """Yields the groups that hook and state hold, as far as that shows."""
-    method, partial = getattr(hook, "__self__", None), getattr(hook, "keywords", {})
-    for one in (hook, method, *getattr(hook, "args", ()), *partial.values(), state):
-        parts = (
-            one.values()
-            if isinstance(one, Mapping)
-            else vars(one).values()
-            if hasattr(one, "__dict__")
-            else ()
-        )
-        for part in (one, *parts):
-            group = group_behind(part) if isinstance(part, _GROUP_TYPES) else None
-            if group is not None:
-                yield group

@@ -39,7 +39,8 @@ from collectives.ddp.reducer.buckets import (
     Hook,
     OrderTrace,
 )
-from collectives.ddp.reducer.end_of_pass import EndOfPass, Recovery
+from collectives.ddp.reducer.end_of_pass import EndOfPass
+from collectives.ddp.reducer.recovery import Recovery
 from collectives.ddp.reducer.unused import UnusedParameters
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
@@ -96,8 +97,9 @@ class Reducer:
         self._accumulators: dict[object, int] = {}
         self.unused = UnusedParameters(settings, self._accumulators)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
-        self._recovery = Recovery(settings)
-        self._end = EndOfPass(settings, self._averager, self.unused, self._order, self._recovery)
+        self._recovery = Recovery.of(settings, self)
+        explain = self._recovery.explain_last
+        self._end = EndOfPass(settings, self._averager, self.unused, self._order, explain)
         self.defers_errors = self._end.deferred
         self._kinds = Kinds({**parameters, **settings.delayed})
         self._delayed = DelayedGradients(settings, self._averager)
@@ -164,7 +166,6 @@ class Reducer:
         self._is_local = self._end.is_local = self.unused.is_local = is_local
         self.gradients.copy_all()
         if not is_local:
-            self._recovery.hook = hook, state
             self._end.send_separately()
 
     def set_static_graph(self) -> None:
@@ -374,7 +375,8 @@ class Reducer:
                     self._latest = None if current.sync else self._latest
                     with torch.no_grad(), contextlib.suppress(Exception):
                         self._abandon(current)
-                self._recovery.owe(current.report)
+                if current.told is None:
+                    self._recovery.owe(current.report)
                 if current.broken_off:
                     self._let_go()
             finally:
@@ -391,6 +393,7 @@ class Reducer:
     def _reset(self) -> None:
         """Ends the pass."""
         if self._pass.sync:
+            self._recovery.end_pass()
             if self._pass.took_part():
                 self._recovery.ended += 1
                 self._end.progress = Progress()
@@ -448,6 +451,7 @@ class Reducer:
         self._settle()
         current = self._pass
         current.sync = True
+        self._recovery.begin_pass(by_hook=self.hook is not None and not self._is_local)
         current.uneven = self._uneven
         self.clock.mark(Mark.BACKWARD_BEGIN)
         self._reset_buckets()
@@ -516,7 +520,7 @@ class Reducer:
                 handle.wait()
         owed, self._recovery.owed = self._recovery.owed, None
         if owed is not None and self._recovery.is_broken_off():
-            self._meet(owed, after=True)
+            self._recovery.meet(self._settings, owed, after=True)
 
     def explain(self, error: DistError) -> DistError:
         """Returns the error of a pass that a hook's failure broke off, for what came of it here, or that one.
@@ -525,24 +529,48 @@ class Reducer:
         """
         if isinstance(error, GradientSyncError) or not self._recovery.is_broken_off():
             return error
-        error = self._meet(self._recovery.owed or ErrorReport())
+        error = self._recovery.meet(self._settings, self._recovery.owed or ErrorReport(), after=False)
         self._recovery.ended += 1
         return error
 
-    def _meet(self, report: ErrorReport, *, after: bool = False) -> GradientSyncError:
-        """Brings the ranks together after a pass that was broken off; returns the error that all raise."""
-        error, self.passes = self._recovery.meet(report, self.passes, after=after)
-        self._must_rebuild = False
-        self._let_go()
-        self._end.begin_anew()
-        return error
+    def iteration(self) -> int:
+        """Returns what the state of the hook counts, as those of torch's hooks and ours do."""
+        count = None if self.hook is None else getattr(self.hook[1], "iter", None)
+        return count if type(count) is int else 0
 
-    def _leave(self, report: ErrorReport) -> GradientSyncError:
-        """Leaves a pass that was broken off before the ranks meet; returns the error of this rank."""
-        error = self._recovery.leave(report)
+    def let_go(self, error: GradientSyncError) -> None:
+        """Forgets what was under way when a pass over the group was broken off, of this model or another.
+
+        Args:
+            error: what this model's pass raises where one goes on.
+        """
+        if self._is_local:
+            return
+        if self._pass.sync:
+            self._pass.broken_off, self._pass.told = True, error
         self._let_go()
         self._end.begin_anew()
-        return error
+
+    def begin_anew(self, passes: int, iteration: int) -> None:
+        """Takes over what the ranks have in common after that; called by all of them.
+
+        Args:
+            passes: number of passes that ended well on all ranks.
+            iteration: what the state of the hook counts from now on.
+        """
+        if self._is_local:
+            return
+        self.passes = passes
+        self._must_rebuild = False
+        if self.hook is None:
+            return
+        hook, state = self.hook
+        if type(getattr(state, "iter", None)) is int:
+            state.iter = iteration
+        for listener in (hook, state):
+            tell = getattr(listener, "pass_failed", None)
+            if callable(tell):
+                tell()
 
     # ---- launching buckets ---------------------------------------------------------------------------------
 
@@ -679,9 +707,13 @@ class Reducer:
             if isinstance(error, GradientSyncError) or not self._recovery.is_broken_off():
                 raise
             current.broken_off = True
+        if current.told is not None:
+            raise current.told
         if current.broken_off:
-            leave_or_meet = self._leave if self._end.defers(current) else self._meet
-            raise leave_or_meet(current.report) from current.report.cause
+            report = current.report
+            if self._end.defers(current):
+                raise self._recovery.leave(self._settings, report) from report.cause
+            raise self._recovery.meet(self._settings, report, after=False) from report.cause
 
     def _finish_pass(self, current: BackwardPass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
@@ -781,7 +813,7 @@ class Reducer:
             torch.cuda.synchronize(device)
         self._left += [(b.future, b.flat) for b in self.gradients.buckets if b.future is not None]
         self._left = [(future, flat) for future, flat in self._left if not _is_done(future)]
-        self.gradients.copy_all()
+        self.gradients.renew_buckets()
 
 
 def _is_done(future: Future[Any]) -> bool:

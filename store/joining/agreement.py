@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,16 +30,14 @@ from collectives.store.records import (
     record_of,
     written,
 )
-from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys
+from collectives.store.waiting import delete_keys, missing_text, peek, root_of, wait_for_keys
+from collectives.time_limits import left_until
 
 _LOOK_AGAIN = timedelta(milliseconds=200)
 """How often those who wait ask whether one of the others has died."""
 
 _AT_A_TIME = 4
 """How many other ranks' records one who waits asks for when it looks, so that the store has little to do."""
-
-_ABSENT = "-"
-"""What :func:`_records_of_some` gets for a record that is not there; no record is written so."""
 
 _LOSS_LIMIT_S = 0.5
 """How long after the store has failed a rank may be found dead."""
@@ -116,7 +114,7 @@ def exchange(
             publish(store, f"{key}/{rank}", record)
             if int(store.add(f"{key}/arrived", 1)) >= len(ranks):
                 settle()
-            while not wait_for_keys(store, [outcome], min(_LOOK_AGAIN, _left(end))):
+            while not wait_for_keys(store, [outcome], min(_LOOK_AGAIN, left_until(end))):
                 gone = None
                 if watch:
                     others |= _records_of_some(store, key, unread, check)
@@ -133,12 +131,22 @@ def exchange(
                 give_up(store, key, error)
             raise
         delete_keys(store, [f"{key}/{rank}"])
-        if not isinstance(found, DistError) and int(store.add(f"{key}/left", 1)) == len(ranks):
-            delete_keys(store, [outcome, f"{key}/arrived", f"{key}/left"])
+        if not isinstance(found, DistError):
+            with contextlib.suppress(Exception):  # who serves the store has its answer, too, and may end
+                if int(store.add(f"{key}/left", 1)) == len(ranks):
+                    delete_keys(store, [outcome, f"{key}/arrived", f"{key}/left"])
     if isinstance(found, DistError):
         _await_readers(store, key, len(ranks), found, arrived=f"{key}/arrived")
         raise at(where, found)
     return found
+
+
+def await_leavers(store: Any, key: str) -> None:
+    """Waits a moment until all ranks have the answer of an exchange; for the one whose end ends the store."""
+    end = time.monotonic() + _READERS_LIMIT_S
+    with contextlib.suppress(Exception):
+        while store.check([f"{key}/outcome"]) and time.monotonic() < end:
+            time.sleep(_READERS_PAUSE_S)
 
 
 def _settle(
@@ -168,10 +176,10 @@ def _records_of_some(store: Any, key: str, unread: deque[int], check: Callable[[
     for one in [unread.popleft() for _ in range(min(len(unread), _AT_A_TIME))]:
         record = f"{key}/{one}"
         try:
-            value = bytes(store.compare_set(record, _ABSENT, _ABSENT))
+            value = peek(store, record)
         except (NotImplementedError, AttributeError):  # a user's store may lack it
             return {}
-        if value == _ABSENT.encode():
+        if value is None:
             unread.append(one)
         else:
             found[one] = read(store, record, value, check)
@@ -187,6 +195,31 @@ def give_up(store: Any, key: str, error: DistError) -> None:
         error: the error.
     """
     _decide(store, key, {"error": record_of(error)})
+
+
+def first_word(store: Any, key: str, mine: Any, read: Callable[[Any], Any]) -> Any:
+    """Says what ranks come to, unless another one has; returns what the first one said, to all the same.
+
+    Args:
+        store: the ranks' store.
+        key: new for each time.
+        mine: an answer, or an error.
+        read: checks the answer.
+    """
+    _decide(store, key, {"error": record_of(mine)} if isinstance(mine, DistError) else {"answer": mine})
+    return fetch(store, f"{key}/outcome", partial(_outcome, read=read))
+
+
+def word_of(store: Any, key: str, read: Callable[[Any], Any]) -> Any:
+    """Returns what :func:`first_word` does, or ``None`` where nobody has said anything."""
+    if not store.check([f"{key}/outcome"]):
+        return None
+    return fetch(store, f"{key}/outcome", partial(_outcome, read=read))
+
+
+def forget(store: Any, keys: Iterable[str]) -> None:
+    """Deletes what :func:`first_word` has left under some keys."""
+    delete_keys(store, [f"{key}/outcome" for key in keys])
 
 
 def fail(store: Any, key: str, size: int, error: DistError) -> DistError:
@@ -208,9 +241,7 @@ def fail(store: Any, key: str, size: int, error: DistError) -> DistError:
 def told(store: Any, key: str) -> DistError | None:
     """Returns the error with which a rank has called :func:`fail`, if one has and the store is there."""
     try:
-        if not store.check([f"{key}/outcome"]):
-            return None
-        found: DistError = fetch(store, f"{key}/outcome", partial(_outcome, read=_no_answer))
+        found: DistError | None = word_of(store, key, _no_answer)
     except _FAILURES as error:
         if not _store_failed(error):
             raise
@@ -311,10 +342,6 @@ def _blame(limit: timedelta, late: type[DistError] = DistStoreError) -> Why:
     return why
 
 
-def _left(end: float) -> timedelta:
-    return timedelta(seconds=max(end - time.monotonic(), 0.001))
-
-
 def join_group(
     store: Any,
     key: str,
@@ -357,20 +384,20 @@ def join_group(
             ranks[0],
         )
 
-    def mismatch(conflict: str) -> DistError:
-        return CollectiveMismatchError(f"{conflict}; all ranks must create the same groups in the same order")
+    def mismatch(differs: str) -> DistError:
+        return CollectiveMismatchError(f"{differs}; all ranks must create the same groups in the same order")
 
     def look() -> DistError | None:
         there = store.check([f"{key}/conflict"])  # of a rank that takes itself for no member
         return mismatch(fetch(store, f"{key}/conflict", as_text)) if there else None
 
     with blaming_lost(members, lost_ranks, why, where):
-        conflict = _conflict(store, f"{key}/first", rank, request)
-        if conflict:
-            publish(store, f"{key}/conflict", conflict)
+        differs = conflict(store, f"{key}/first", rank, request)
+        if differs:
+            publish(store, f"{key}/conflict", differs)
             if members:
-                give_up(store, part, mismatch(conflict))
-            raise at(where, mismatch(conflict))
+                give_up(store, part, mismatch(differs))
+            raise at(where, mismatch(differs))
     if rank in members:
         exchange(store, part, rank, members, timeout, where, why=why, lost_ranks=lost_ranks, look=look)
         if lost := _lost_among(members, lost_ranks):  # since it came
@@ -385,8 +412,15 @@ def _request(record: Any) -> tuple[int, str]:
     return record[0], record[1]
 
 
-def _conflict(store: Any, key: str, rank: int, request: str) -> str:
-    """Returns how this rank's request differs from that of the first rank, if it does."""
+def conflict(store: Any, key: str, rank: int, request: str) -> str:
+    """Returns how this rank's request differs from that of the first rank, if it does.
+
+    Args:
+        store: the ranks' store.
+        key: where the first one leaves its request.
+        rank: this rank.
+        request: what it asks for, in words.
+    """
     mine = written(store, key, [rank, request])
     try:
         first = store.compare_set(key, "", mine)

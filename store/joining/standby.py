@@ -9,26 +9,18 @@ who go on know who is left out.
 from __future__ import annotations
 
 import contextlib
-import errno
-import socket
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from collectives.errors import DistError, DistNetworkError, DistStoreError, PeerLostError
-from collectives.forks import call_in_forked_children
+from collectives.store.joining.meeting_place import Listener, MeetingPlace, PlacedStore, connect
 from collectives.store.records import Checked, demand, fields
 from collectives.store.tcp import TCPStore
-from collectives.store.tcp.client import UnprovedError
 from collectives.store.tcp.interfaces import choose_addresses
-from collectives.store.tcp.listen import is_loopback, open_listeners
+from collectives.store.tcp.listen import is_loopback
 from collectives.store.waiting import root_of
-
-_FIRST_LIMIT_S = 0.2
-_LONGEST_LIMIT_S = 2.0
-"""How long connecting to the next server is tried before it is asked whether that rank is lost."""
 
 
 class Standby:
@@ -48,19 +40,16 @@ class Standby:
         self.server = -1
         self._scope = ""
         self._addresses: list[list[Any]] = []
-        self._served: TCPStore | None = None
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         self.serves = isinstance(store, TCPStore) and store.is_master
         if isinstance(store, TCPStore) and not store.is_master and not store.is_of_agent:
             # One that cannot listen serves no store; another rank will.
             with contextlib.suppress(DistNetworkError):
                 self._listener = _listen(store)
-        call_in_forked_children(self, Standby._close_listener)
 
     def offer(self) -> dict[str, Any]:
         """Returns what the others are told: whether this rank serves the store, and where it would."""
-        place = [] if self._listener is None else list(self._listener.getsockname()[:2])
-        return {"serves": self.serves, "standby": place}
+        return {"serves": self.serves, "standby": [] if self._listener is None else self._listener.address}
 
     def learn(self, scope: str, server: int, addresses: list[list[Any]]) -> None:
         """Takes what all ranks have offered.
@@ -72,7 +61,7 @@ class Standby:
         """
         self._scope, self.server, self._addresses = scope, server, addresses
         if server < 0:
-            self._close_listener()
+            self.close()
 
     def leaves_with(self, ranks: Sequence[int]) -> bool:
         """Returns whether the store is served by a rank that is not among these."""
@@ -102,14 +91,19 @@ class Standby:
                 self.server,
             )
         host, port = self._addresses[server]
-        store = partial(_NextStore, self._scope, host, port, wait_for_workers=False)
+        where, purpose = f"[rank {rank}]", f"store {self._scope}{host}:{port}"
         if server != rank:
-            return _connect(rank, server, store, timeout, lost_ranks)
-        if self._served is None and self._listener is not None:
-            self._served = store(is_master=True, timeout=timeout, master_listen_fd=self._listener.detach())
-        if self._served is None:
-            raise DistStoreError(f"[rank {rank}] the standby of the store has been closed", rank)
-        return self._served
+            return connect(
+                partial(PlacedStore, purpose, host, port),
+                timeout,
+                lambda: server in lost_ranks(),
+                lambda: _gone(where, server),
+                lambda: _late(where, server, timeout),
+            )
+        served = None if self._listener is None else self._listener.serve(purpose, timeout)
+        if served is None:
+            raise DistStoreError(f"{where} the standby of the store has been closed", rank)
+        return served
 
     def go_on(self, ranks: Sequence[int]) -> None:
         """Counts ranks anew, once those who go on have a world of their own."""
@@ -120,32 +114,70 @@ class Standby:
 
     def close(self) -> None:
         """Closes the socket, and the store that this rank serves in its stead; idempotent."""
-        self._close_listener()
-        if self._served is not None:
-            self._served.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _next_server(self, ranks: Sequence[int]) -> int:
         return next((rank for rank in ranks if self._addresses[rank]), -1)
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
 
-
-class _NextStore(TCPStore):
-    """A store whose server and clients prove to each other that they are of one world, and which place it is.
+class MetWorld:
+    """Who serves the store next of a world whose members have met by their handles; as :class:`Standby`.
 
     Args:
-        scope: of the world's store.
-        host: name or address of the server.
-        port: its port.
-        options: further arguments of :class:`~collectives.TCPStore`.
+        place: where this process is found.
+        handles: of all members, by rank; the first serves the store.
     """
 
-    def __init__(self, scope: str, host: str, port: int, **options: Any) -> None:
-        self._purpose = f"store {scope}{host}:{port}"
-        super().__init__(host, port, **options)
+    def __init__(self, place: MeetingPlace, handles: Sequence[str]) -> None:
+        self.server = 0
+        self._place = place
+        self._handles = list(handles)
+
+    def leaves_with(self, ranks: Sequence[int]) -> bool:
+        """Returns whether the store is served by a rank that is not among these."""
+        return self.server not in ranks
+
+    def next_store(
+        self, rank: int, ranks: Sequence[int], timeout: timedelta, lost_ranks: Callable[[], Sequence[int]]
+    ) -> TCPStore:
+        """Returns the store of those who go on; as :meth:`Standby.next_store`."""
+        where = f"[rank {rank}]"
+        server = ranks[0]
+        return self._place.store_at(
+            self._handles[server],
+            timeout,
+            where,
+            lambda: server in lost_ranks(),
+            lambda: _gone(where, server),
+            lambda: _late(where, server, timeout),
+        )
+
+    def go_on(self, ranks: Sequence[int]) -> None:
+        """Counts ranks anew, once those who go on have a world of their own."""
+        self.server = ranks.index(self.server) if self.server in ranks else 0
+        self._handles = [self._handles[rank] for rank in ranks]
+
+    def close(self) -> None:
+        """Forgets what this process serves for the world; idempotent."""
+        self._place.close()
+
+
+def _gone(where: str, server: int) -> DistError:
+    return PeerLostError(
+        f"{where} rank {server}, which was to serve the store of the ranks that are left, has died or left, "
+        "too; exclude it as well",
+        server,
+    )
+
+
+def _late(where: str, server: int, timeout: timedelta) -> DistError:
+    return DistStoreError(
+        f"{where} rank {server} did not serve the store of the ranks that are left within "
+        f"{timeout.total_seconds():g} s; all of them must call this",
+        server,
+        missing_ranks=[server],
+    )
 
 
 def offer(record: Any) -> Checked:
@@ -171,55 +203,11 @@ def _demand_address(address: Any) -> None:
     demand(right and (not address or 0 < address[1] < 2**16), f"the address {address!r}")
 
 
-def _listen(store: TCPStore) -> socket.socket:
-    """Returns a socket that listens where those who reach the store's server reach this process."""
+def _listen(store: TCPStore) -> Listener:
+    """Listens where those who reach the store's server reach this process."""
     if is_loopback(store.host):
-        host = "localhost"
-    else:
-        try:
-            host = choose_addresses(store, one_kernel=False).addresses[0]
-        except DistNetworkError:  # a machine without a network
-            host = "localhost"
-    first, *others = open_listeners(host, 0)
-    for other in others:
-        other.close()
-    return first
-
-
-def _connect(
-    rank: int,
-    server: int,
-    store: Callable[..., TCPStore],
-    timeout: timedelta,
-    lost_ranks: Callable[[], Sequence[int]],
-) -> TCPStore:
-    end = time.monotonic() + timeout.total_seconds()
-    limit = _FIRST_LIMIT_S
-    while True:
-        left = max(end - time.monotonic(), 0.001)
-        try:
-            connected = store(timeout=timedelta(seconds=min(limit, left)))
-        except DistNetworkError as error:
-            failed: DistError = error
-            cause = error.__cause__
-        else:
-            connected.set_timeout(timeout)
-            return connected
-        # It has listened since the world began.
-        refused = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
-        if refused or server in lost_ranks():
-            raise PeerLostError(
-                f"[rank {rank}] rank {server}, which was to serve the store of the ranks that are left, has "
-                "died or left, too; exclude it as well",
-                server,
-            ) from failed
-        if not isinstance(cause, OSError) or isinstance(cause, UnprovedError):
-            raise failed
-        if time.monotonic() >= end:
-            raise DistStoreError(
-                f"[rank {rank}] rank {server} did not serve the store of the ranks that are left within "
-                f"{timeout.total_seconds():g} s; all of them must call this",
-                server,
-                missing_ranks=[server],
-            ) from failed
-        limit = min(2 * limit, _LONGEST_LIMIT_S)
+        return Listener("localhost")
+    try:
+        return Listener(choose_addresses(store, one_kernel=False).addresses[0])
+    except DistNetworkError:  # a machine without a network
+        return Listener("localhost")

@@ -50,6 +50,7 @@ from collectives.store.records import (
 from collectives.store.tcp import TCPStore
 from collectives.store.tcp.store import elsewhere, refusals
 from collectives.store.waiting import delete_keys, missing_text, root_of, wait_for_keys
+from collectives.time_limits import left_until
 
 KEYS = "collectives"
 """Prefix of all our keys in a store that may have other users."""
@@ -397,7 +398,7 @@ class _Coordinator:
         try:
             self._call_all()
             self._meets = True
-            limit = _left(self._deadline)
+            limit = left_until(self._deadline)
             # Meanwhile processes may come in the place of those that have been called and died.
             made = _meet(self._world, self._about, limit, self._where, self._why, self._call_new)
         except (CollectiveMismatchError, DistStoreError) as error:
@@ -427,7 +428,7 @@ class _Coordinator:
             while not self._all_here(reason) and time.monotonic() < deadline:
                 awaited = self._attempts.late or [self._attempts.counted + 1]
                 keys = [self._attempts.key(number) for number in awaited]
-                wait_for_keys(self._store, keys, min(_left(deadline), _ATTEMPT_CHECK))
+                wait_for_keys(self._store, keys, min(left_until(deadline), _ATTEMPT_CHECK))
                 if self._called and (failed := told(self._world, _MEETING)):
                     if not failed.missing_ranks:
                         raise failed
@@ -550,7 +551,3 @@ def wait_for_leavers(store: Any, ranks: Iterable[int], limit: timedelta) -> None
     with contextlib.suppress(Exception):
         if keys:
             store.wait(keys, limit)
-
-
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

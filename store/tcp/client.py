@@ -1,42 +1,37 @@
-"""Connections to a TCP store's server: how a client gets one, which servers it trusts, how it keeps a few.
-
-The proof is the client's side of the handshake of ``backends/native/security/handshake.hpp``.
-"""
+"""Connections to a TCP store's server: how a client gets one, which servers it trusts, how it keeps a few."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import math
 import os
 import random
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
 from collectives.logs import Log
 from collectives.secret import SECRET, WAY_OUT
+from collectives.store.encryption import ENCRYPTION, Encryption, check_libcrypto
 from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
 log = Log()
 
-_HELLO = b"collectives auth"
-_NONCE_BYTES = 32
 PROOF_WANTED = b"auth"
 """What a server that asks for a proof answers to a client that sends a request instead."""
 _NO_ROOM = "the store's server has no room for another connection; raise `ulimit -n` where the server runs"
-_DIFFERENT = (
-    "it does not know this job's secret: its process has none, or another one; set "
-    f"{SECRET}, or {SECRET}_FILE, to the same for all processes of the job"
+_SET_THE_SAME = f"set {SECRET}, or {SECRET}_FILE, and {ENCRYPTION} to the same for all processes of the job"
+_DIFFERENT = f"it does not know this job's secret: its process has none, or another one; {_SET_THE_SAME}"
+_HUNG_UP = (
+    "it closed the connection before both had proved this job's secret: its process has none or another "
+    f"one, or ends; {_SET_THE_SAME}"
 )
 
 
@@ -44,49 +39,40 @@ class UnprovedError(ConnectionError):
     """The server has not shown that it is to be trusted."""
 
 
-class _Provable(Protocol):
-    def send(self, data: bytes, deadline: float) -> None: ...
-    def receive(self, size: int, deadline: float) -> bytes: ...
-
-
-def prove(connection: _Provable, key: bytes, deadline: float) -> None:
+def prove(connection: _native.StoreSocketConnection, key: bytes, encrypts: bool, deadline: float) -> None:
     """Proves that this process knows the key, and has the server prove it.
 
     Args:
         connection: a connection on which nothing has been sent.
         key: what both ends know.
+        encrypts: whether what follows is encrypted; both ends must want the same.
         deadline: until when, by ``time.monotonic()``.
 
     Raises:
         ConnectionRefusedError: the server cannot keep the connection.
-        UnprovedError: the server closed the connection, or does not know the key.
+        UnprovedError: the server closed the connection, or it broke, or the server does not know the key.
+        NoStoreError: the server wants to encrypt and this process does not, or the other way round.
         OSError: the connection broke, or time ran out.
     """
-    opening = hello()
     try:
-        connection.send(opening, deadline)
-        nonce = connection.receive(_NONCE_BYTES, deadline)
-        if nonce.startswith(TURNED_AWAY):
-            raise ConnectionRefusedError(_NO_ROOM)  # not its words: it has proved nothing
-        connection.send(_proof(key, b"dial", opening + nonce), deadline)
-        answer = connection.receive(_NONCE_BYTES, deadline)
+        proved = connection.prove(key, encrypts, deadline)
     except TimeoutError as error:
         raise TimeoutError("no answer to the proof of the job's secret, as of a TCPStore of torch") from error
-    except ConnectionRefusedError:
-        raise
     except ConnectionError as error:
-        raise UnprovedError(_DIFFERENT) from error
-    if not hmac.compare_digest(answer, _proof(key, b"accept", opening + nonce)):
-        raise UnprovedError(_DIFFERENT)
-
-
-def hello() -> bytes:
-    """Returns what a client sends first."""
-    return _HELLO + secrets.token_bytes(_NONCE_BYTES)
-
-
-def _proof(key: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, role + said, hashlib.sha256)
+        raise UnprovedError(
+            f"the connection broke before both had proved this job's secret ({_reason(error)}): its process "
+            f"has ended, or has no secret, or the network resets connections; {_SET_THE_SAME}"
+        ) from error
+    if proved == "turned away":
+        raise ConnectionRefusedError(_NO_ROOM)  # not its words: it has proved nothing
+    if proved == "differ":
+        this, other = ("encrypts", "does not") if encrypts else ("does not encrypt", "does")
+        raise NoStoreError(
+            f"this process {this} its connection with the store's server, and that {other}, or has no "
+            f"libcrypto; set {ENCRYPTION} to the same for all processes of the job"
+        )
+    if proved != "both":
+        raise UnprovedError(_HUNG_UP if proved == "ended" else _DIFFERENT)
 
 
 # ---- getting a connection ----------------------------------------------------------------------------------
@@ -117,10 +103,12 @@ class Trust:
     Attributes:
         key: what both ends prove that they know; ``None`` without a proof.
         own_user_only: whether only servers of this user on this machine are trusted.
+        encryption: which connections are encrypted, where there is a key.
     """
 
     key: bytes | None = None
     own_user_only: bool = False
+    encryption: Encryption = Encryption.BETWEEN_MACHINES
 
 
 class Connection(_native.StoreSocketConnection):
@@ -299,8 +287,19 @@ class Connector:
         sock.setblocking(True)  # the core keeps time limits
         nonce = u32(random.getrandbits(32))
         connection = Connection(sock, nonce)
+        leaves = not _native.within_machine(sock.fileno())
         if self._trust.key is not None:
-            prove(connection, self._trust.key, answer_by)
+            encrypts = self._trust.encryption.encrypts(leaves)
+            if encrypts:
+                check_libcrypto()
+            prove(connection, self._trust.key, encrypts, answer_by)
+        elif leaves and self._trust.encryption is Encryption.ON:
+            raise NoStoreError(
+                f"{ENCRYPTION}=on, and torchrun's agent on another machine serves the store at "
+                f"{self._shown_as}, in clear; have rank 0 serve it (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+                f"torchrun on all nodes), or unset {ENCRYPTION}: without it, tensors are encrypted between "
+                "machines as well"
+            )
         connection.send(_greeting(nonce), answer_by)
         try:
             answer = connection.receive(4, answer_by)
@@ -559,12 +558,16 @@ class Client:
                 f"{operation}: the store server at {self._shown_as} did not answer in time; is its "
                 "process (rank 0, or torchrun's agent) stopped, or its machine unreachable?"
             ) from error
-        if refusal := self._why_refused(connection):
+        why = str(error) if str(error) == _native.FORGED else self._why_refused(connection)
+        broke = f"the connection to the store server at {self._shown_as} broke"
+        if why == _native.FORGED:
+            self._failure = self._failure or f"{broke}: {why}"
+        elif why:
             raise DistStoreError(
-                f"{operation}: the store server at {self._shown_as} refused the request: {refusal}"
+                f"{operation}: the store server at {self._shown_as} refused the request: {why}"
             ) from error
         self._failure = self._failure or (
-            f"the connection to the store server at {self._shown_as} broke ({error}); "
+            f"{broke} ({error}); "
             "the process that runs it (rank 0, or torchrun's agent) has ended or closed its store"
         )
         raise DistNetworkError(f"{operation}: {self._failure}") from error

@@ -18,6 +18,7 @@ import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import SECRET, derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store
+from collectives.store.encryption import ENCRYPTION, encryption
 from collectives.store.process import own_user_only
 from collectives.store.tcp.client import Client, Trust, is_of_this_machine
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
@@ -33,8 +34,11 @@ from collectives.store.tcp.wire import (
     Command,
 )
 
-_GRACE_S = 2.0
-"""Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
+_GRACE_S = 5.0
+"""Seconds that a server may take, beyond the limit of a call, to answer that the call is over.
+
+A machine whose cores are taken, by others or by its own host, lets a process run seconds late.
+"""
 _LOOK_S = 0.5
 """How often a client that waits at another server than ours looks whether a key has come."""
 _KEYS_PROBED = 64
@@ -60,7 +64,11 @@ class _Server:
         self.loopback_only = is_loopback(self.address)
         self.trust = trust
         self.native = _native.StoreServer(
-            [sock.detach() for sock in sockets], most, trust.key or b"", trust.own_user_only
+            [sock.detach() for sock in sockets],
+            most,
+            trust.key or b"",
+            trust.own_user_only,
+            int(trust.encryption),
         )
 
 
@@ -80,7 +88,8 @@ class TCPStore(Store):
     :class:`~collectives.DistNetworkError`.
 
     **Access.** Where the job has a secret (``COLLECTIVES_SECRET``), server and clients prove to each other
-    that they know it, before any request. Without one, both must be processes of one user on one machine.
+    that they know it, before any request, and encrypt what follows where it leaves the machine
+    (``COLLECTIVES_ENCRYPTION``). Without one, both must be processes of one user on one machine.
 
     **Limits.** The server holds at most 1 GiB for its clients: keys, values, requests that are not complete,
     replies that are not read. ``COLLECTIVES_STORE_BYTES`` in the environment of its process changes that. A
@@ -147,13 +156,19 @@ class TCPStore(Store):
         if self._server is not None:
             self._trust = self._server.trust
         elif is_of_agent(port):
-            self._trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
+            # torch's, which cannot prove anything; what ranks read there, they prove
+            self._trust = Trust(encryption=encryption())
         else:
             self._trust = _trust(self._purpose)
         self._port = port if self._server is None else self._server.port
         self._ours: bool | None = None if self._server is None else True
         self._has_queues = self._ours
-        self._client = self._make_client()
+        try:
+            self._client = self._make_client()
+        except BaseException:
+            if self._server is not None and not multi_tenant:
+                self._server.native.stop()  # which the exception holds, and so its socket
+            raise
         if wait_for_workers and world_size is not None and world_size > 0:
             self._wait_for_workers(world_size)
 
@@ -465,7 +480,7 @@ class TCPStore(Store):
 
 def _trust(purpose: str) -> Trust:
     """Returns who may come in, and where this process may go, by the environment."""
-    return Trust(derived_key(purpose), own_user_only())
+    return Trust(derived_key(purpose), own_user_only(), encryption())
 
 
 def elsewhere(store: TCPStore) -> str:
@@ -477,20 +492,33 @@ def elsewhere(store: TCPStore) -> str:
 
 
 def refusals(store: Any) -> str:
-    """Returns whom the server of a store of this process has turned away, as a sentence; empty for nobody."""
+    """Returns whom the server of a store of this process has turned away, in sentences; empty for nobody."""
     server = store._server if isinstance(store, TCPStore) else None
-    if server is None or not server.native.refused:
+    if server is None:
         return ""
+    sentences = ""
+    count, last = server.native.forged
+    if count:
+        sentences += (
+            f" It has ended {_connections(count, last)}of clients that know the secret: {_native.FORGED}."
+        )
+    count, last = server.native.refused
+    if not count:
+        return sentences
     if server.trust.key:
-        why = "without a proof of this job's secret"
+        why = f"without a proof of this job's secret, or with another {ENCRYPTION}"
     else:
         why = "of other users or machines, or with a job secret, which this process does not have"
-    count, last = server.native.refused, server.native.refused_from
-    known = f"{'the last one ' if count > 1 else ''}from {last}, " if last else ""
     return (
-        f" It has refused {count} connection{'s' if count > 1 else ''}, {known}{why}; set {SECRET}, or "
+        f"{sentences} It has refused {_connections(count, last)}{why}; set {SECRET}, or "
         f"{SECRET}_FILE, to the same for all processes of the job."
     )
+
+
+def _connections(count: int, last: str) -> str:
+    """Returns so many connections, and from where the last one came, in words before others."""
+    known = f"{'the last one ' if count > 1 else ''}from {last}, " if last else ""
+    return f"{count} connection{'s' if count > 1 else ''}, {known}"
 
 
 def is_of_agent(port: int | str | None) -> bool:

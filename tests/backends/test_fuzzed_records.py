@@ -23,7 +23,12 @@ LOCATION = {
     "system": "a net",
     "address": "name",
     "key": "",
+    "encryption": 0,
     "tuning": {"one_shot_bytes": 1},
+    "threads": 2,
+    "chosen": False,
+    "cores": "ff",
+    "granted": 8,
 }
 ERROR = {
     "kind": "CollectiveTimeoutError",

@@ -102,16 +102,46 @@ def test_adaptive_number_of_calls_and_several_numbers_of_ranks(tmp_path):
     )
 
 
+def test_numbers_of_threads_are_peers(tmp_path):
+    path = tmp_path / "out.json"
+    assert bench("--threads", "1,3", "--nproc", "2", "--sizes", "1M", "--iters", "2",
+                 "--warmup", "2", "--ops", "all_reduce,all_gather", "--json", str(path)) == 0  # fmt: skip
+    records = read_report(path).records
+    assert {(one.peer, one.operation) for one in records} == {
+        (peer, name) for peer in ("host:1", "host:3") for name in ("all_reduce", "all_gather")
+    }
+
+
+def test_bound_ranks_share_the_cores_among_their_threads(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    options = Options(threads=(1, 4, 8), ranks=(2, 4), sizes=(8,), bind=True)
+    for ranks, share in ((2, 4), (4, 2)):
+        cores = options.cores_to_bind(ranks)
+        assert [len(one) for one in cores] == [share] * ranks
+        assert sorted(core for one in cores for core in one) == [*range(8)]
+    assert Options(ranks=(2,), sizes=(8,), bind=True).cores_to_bind(2) == ((0,), (1,))
+
+
+@pytest.mark.full
 def test_algorithms_over_the_messages_of_a_backend_are_peers(tmp_path):
     path = tmp_path / "out.json"
-    names = ["host", "host:naive", "HOST:gather", "host:ring", "host:tree", "gloo:ring"]
+    names = [
+        "host",
+        "host:naive",
+        "HOST:gather",
+        "host:ring",
+        "host:tree",
+        "gloo:ring",
+        "host:int8",
+        "gloo:float8",
+    ]
     assert bench("--backends", ",".join(names), "--nproc", "3", "--sizes", "4,4K", "--iters", "3",
                  "--warmup", "2", "--op", "avg", "--json", str(path)) == 0  # fmt: skip
     report = read_report(path)
     assert [record.peer for record in report.records if record.size_bytes == 4] == [
         name.lower() for name in names
     ]
-    assert [record.wrong_elements for record in report.records] == [0] * 12
+    assert [record.wrong_elements for record in report.records] == [0] * 16
     assert not report.skipped
 
 
@@ -152,6 +182,7 @@ def test_every_operation_is_measured_by_every_peer(full_run):
     assert report.skipped == []
 
 
+@pytest.mark.full
 def test_wrong_results_are_counted_where_they_are(full_run):
     status, _, report = full_run
     assert status == 1

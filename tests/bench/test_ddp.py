@@ -113,6 +113,16 @@ def test_hooks_send_less_and_models_learn(tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_diloco_is_a_peer_that_sends_seldom(capsys):
+    words = ["--models", "digits", "--hooks", "none,diloco-20,streaming-20", "--iters", "40", "--warmup", "3"]
+    assert main(["bench", "ddp", *words]) == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ours:host")]
+    assert [row[-1] for row in cells[:3]] == ["yes"] * 3
+    plain, *seldom = (float(row[1]) for row in cells[3:])
+    assert all(0 < sent < plain / 15 for sent in seldom)
+
+
+@pytest.mark.full
 def test_machines_count_what_the_link_carries(make_machines):  # noqa: F811
     make_machines(1)  # skips where there can be none
     options = ddp.Options(
@@ -124,7 +134,7 @@ def test_machines_count_what_the_link_carries(make_machines):  # noqa: F811
 
 
 def record(peer, milliseconds, **changes):
-    timing = Timing(5, *[milliseconds * 1e3] * 4)
+    timing = Timing(5, *[milliseconds * 1e3] * 5)
     fields = {
         "peer": peer, "model": "m", "ranks": 2, "batch": 1, "length": 8, "parameters": 10,
         "parameter_tensors": 2, "iteration": timing, "forward": timing, "backward": timing, "step": timing,

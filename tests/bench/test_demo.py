@@ -163,7 +163,7 @@ def test_the_demo(tmp_path, monkeypatch, capfd):
 
 
 def test_a_failed_check_fails_the_demo_after_all_is_told(tmp_path, monkeypatch, capsys):
-    timing = Timing(1, 1.0, 1.0, 1.0, 1.0)
+    timing = Timing(1, 1.0, 1.0, 1.0, 1.0, 1.0)
     record = Record("all_reduce", "host", 2, 8, 2, "float32", "sum", True, timing, 5, timing, 0)
     report = Report("demo", describe_machine(), {}, [record], [Skipped("mpi", "not here", "pip install it")])
     monkeypatch.setattr(demo, "train_in_parallel", lambda ranks, steps: replace(OUTCOME, test_accuracy=0.5))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from collectives.bench.core.records import Skipped
 from collectives.bench.doctor import advise
@@ -10,7 +13,7 @@ from collectives.bench.doctor import advise
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 def advice(seconds, skipped=()):
@@ -33,7 +36,7 @@ def test_without_host_the_quickest_of_the_others_is_taken():
     assert "no backend works here" in advice({})
 
 
-def test_what_is_missing_comes_with_its_line(monkeypatch):
+def test_what_is_missing_comes_with_its_line():
     skipped = [
         Skipped("nccl", "finds no GPU"),
         Skipped("mpi", "needs mpi4py, not installed", "python -m pip install mpi4py"),
@@ -41,7 +44,29 @@ def test_what_is_missing_comes_with_its_line(monkeypatch):
     said = advice({"host": 1e-4}, skipped)
     assert "CUDA tensors: none here; nccl finds no GPU" in said
     assert "\n  python -m pip install mpi4py  # mpi" in said
-    assert "\n  export OMP_NUM_THREADS=1" in said
     assert "\n    export COLLECTIVES_SECRET=$(" in said
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "Lines to copy" not in advice({"host": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "advised"),
+    [
+        (8, 2, 8, 4),
+        (8, 2, 5, 4),
+        (8, 2, 4, None),
+        (8, 3, 4, 2),
+        (2, 4, 2, 1),
+        (2, 4, 1, None),  # ranks that take turns do so with one thread, too
+        (8, 1, 8, None),
+    ],
+)
+def test_more_threads_than_cores(monkeypatch, cores, ranks, threads, advised):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    said = "\n".join(advise({"host": 1e-4}, (), ranks))
+    if advised is None:
+        assert "too many" not in said
+        assert "OMP_NUM_THREADS" not in said
+    else:
+        assert f"threads: too many, {ranks} ranks with {threads} each for {cores} cores" in said
+        assert f"\n  export OMP_NUM_THREADS={advised}  # threads of torch on each of {ranks} ranks" in said

@@ -99,7 +99,7 @@ def options_of_backends(rank: int, size: int, port: int) -> None:
     # Before the ranks join: nobody else is there.
     fields = "group_name, group_desc, pg_options"
     for backend, wrong, known in (
-        ("host", {"colour": "red", "lanes": 2}, fields),
+        ("host", {"colour": "red", "lanes": 2}, f"threads, {fields}"),
         ("gloo", {"colour": 1, "lanes": 2}, f"_threads, _devices, {fields}"),
         ("round_robin", {"colour": 1, "lanes": 2}, f"lanes, backend, lane_options, {fields}"),
     ):

@@ -267,7 +267,8 @@ def cases(group: ProcessGroup, operation: Operation, device: str = "cpu") -> Ite
             shapes = [one for one in SHAPES if dtype not in BYTES_ONLY or one[1] in {"dense", "scalar"}]
             # All shapes, but not with each reduction, nor with each data type of NCCL's double.
             if group.name() == "nccl" or (operation.reduces and operation is not ALL_REDUCE):
-                shapes = [shapes[(next(turns) + 3 * part) % len(shapes)] for part in range(3)]
+                few = range(2 if group.name() == "nccl" else 3)
+                shapes = [shapes[(next(turns) + 3 * part) % len(shapes)] for part in few]
             for count, layout in shapes:
                 yield Case(operation, next(turns), size, dtype, count, layout, op)
             if uneven:
@@ -276,9 +277,8 @@ def cases(group: ProcessGroup, operation: Operation, device: str = "cpu") -> Ite
         if offered(group, operation, dtype, ReduceOp.SUM, device):
             yield Case(operation, next(turns), size, dtype, LARGE, layout)
     for count in PATHS if group.name() != "nccl" else PATHS[:1]:
-        for _ in range(2):
-            yield Case(operation, next(turns), size, torch.float32, count, "dense", uneven="much" * uneven)
-            yield Case(operation, next(turns), size, torch.float32, count, "dense")
+        yield Case(operation, next(turns), size, torch.float32, count, "dense", uneven="much" * uneven)
+        yield Case(operation, next(turns), size, torch.float32, count, "dense")
 
 
 def few_cases(group: ProcessGroup, operation: Operation) -> Iterator[Case]:

@@ -75,11 +75,11 @@ def wrong_calls(n: int) -> list[Case]:
         ("single dtype", lambda g: g.all_gather_single(torch.zeros(2 * n, dtype=i32), f32(2)), ValueError,
          "output is torch.int32, but input is torch.float32"),
         ("gather without list", lambda g: g.gather(None, f32(2), root=g.rank()), ValueError,
-         f"root must give the output list, one tensor for each of {n} ranks"),
+         f"root and must give the output list, a tensor for each of {n} ranks"),
         ("gather size", lambda g: g.gather([f32(3)] * n, f32(2), root=g.rank()), ValueError,
          "entry 0 of the output list has 3 elements.*not 2"),
         ("scatter without list", lambda g: g.scatter(f32(2), None, root=g.rank()), ValueError,
-         "root must give the input list"),
+         "root and must give the input list"),
         ("scatter size", lambda g: g.scatter(f32(2), [f32(2)] * (n - 1) + [f32(1)], root=g.rank()),
          ValueError, f"entry {n - 1} of the input list has 1 elements"),
         ("scatter length", lambda g: g.scatter(f32(2), [f32(2)] * (n + 2), root=g.rank()), ValueError,
@@ -120,7 +120,7 @@ def refused(group: ProcessGroup) -> None:
     if group.size() > 1:
         cases += [
             ("not the root", lambda g: g.gather([f32(2)] * g.size(), f32(2), root=(g.rank() + 1) % g.size()),
-             ValueError, "only the root.*gives the output list"),
+             ValueError, "the output list is for the root, rank .* of the group"),
             ("uneven", lambda g: g.alltoall_base(f32(g.size() + 1), f32(g.size()), None, None), ValueError,
              "not a multiple of"),
         ]  # fmt: skip

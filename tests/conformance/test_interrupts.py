@@ -164,6 +164,7 @@ def receive_of_a_part(rank: int, size: int, layer: str, turns: int) -> None:
     assert rank == 0 or interrupted > turns // 4
 
 
+@pytest.mark.sampled(1)
 @layers
 @pytest.mark.parametrize("placement", ["aa", "ab"])
 def test_an_interrupted_receive_gives_back_what_had_come(layer: str, placement: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -42,26 +43,33 @@ def right_values(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_right_values(backend: str, world_size: int, name: str) -> None:
-    found = run_ranks(right_values, world_size, name, backend=backend)
+    """All cases on three ranks and on host, else every third: an odd number, for calls of both manners."""
+    every = 1 if world_size == 3 or backend == "host" else 3
+    found = run_ranks(right_values, world_size, name, Report, "", "cpu", every, backend=backend)
     assert all(digests == found[0] for digests in found), "the ranks' results differ in their bits"
 
 
-def right_values_between_machines(group: ProcessGroup, name: str, placement: str) -> None:
-    right_values(group, name, Report, placement)
+def between_machines(name: str, placement: str, **options: Any) -> None:
+    arguments = (right_values, len(placement), name, Report, placement, "cpu", 3)
+    run_ranks(*arguments, backend="host", placement=placement, timeout=110, **options)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("placement", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_right_values_between_machines(name: str, placement: str) -> None:
-    arguments = (right_values_between_machines, len(placement), name, placement)
-    run_ranks(*arguments, backend="host", placement=placement, timeout=110)
+    between_machines(name, placement)
 
 
 def test_streams_of_several_sockets_carry_the_same_bits() -> None:
-    env = {"COLLECTIVES_HOST_STREAMS": "3"}
     for name in ("all_reduce", "reduce_scatter_tensor"):
-        run_ranks(right_values_between_machines, 3, name, "abc", backend="host", placement="abc", env=env)
+        between_machines(name, "abc", env={"COLLECTIVES_HOST_STREAMS": "3"})
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_values_by_several_threads_of_a_rank(name: str) -> None:
+    run_ranks(right_values, 3, name, Report, "", "cpu", 1, backend="host", pg_options={"threads": 4})
 
 
 def functions(rank: int, size: int, of_torch: bool) -> None:

@@ -15,7 +15,7 @@ PAGES = [
 _PREFIXES = "COLLECTIVES|CUDA|GLOO|LOCAL|MASTER|NCCL|NUMBA|TORCH|WORLD|XDG"
 VARIABLE = re.compile(rf"(?<!-D)(?:{_PREFIXES})_[A-Z0-9_]+")  # -D: options of CMake
 
-BY_TORCH = {"TORCH_DEVICE_BACKEND_AUTOLOAD"}
+BY_TORCH = {"TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_FR_DUMP_TEMP_FILE"}
 """What torch reads, and changes what users of this package see."""
 BY_NCCL = {
     "NCCL_CROSS_NIC",

@@ -1,4 +1,4 @@
-"""The frameworks' examples of docs/examples/frameworks train over this package as over Gloo, bit for bit.
+"""The examples of docs/examples/frameworks work over this package as over Gloo, bit for bit.
 
 Each runs by the line that says how, with the backend named in place of the default. They are compared by
 the file that rank 0 writes before it ends. Nothing is asked of how programs over torch's own Gloo end. Some
@@ -44,6 +44,7 @@ NEEDS = {
     "accelerate_launch": "accelerate",
     "accelerate_notebook": "accelerate",
     "data_loader": "torch",
+    "deepspeed_generate": "deepspeed transformers",
     "deepspeed_zero": "deepspeed",
     "distributed_checkpoint": "torch",
     "ignite_idist": "ignite",
@@ -52,6 +53,7 @@ NEEDS = {
     "lightning_sharded": "lightning",
     "ray_train": "ray",
     "torch_metrics": "torchmetrics",
+    "transformers_generate": "transformers accelerate",
     "transformers_trainer": "transformers accelerate",
 }
 """By example, the packages that it imports."""
@@ -61,6 +63,7 @@ OURS = [
     ("accelerate_launch", "--ddp collectives"),
     ("accelerate_notebook", ""),
     ("transformers_trainer", ""),
+    ("transformers_generate", ""),
     ("lightning_ddp", ""),
     ("lightning_ddp", "--start spawn"),
     ("lightning_ddp", "--start fork"),
@@ -72,6 +75,7 @@ OURS = [
     ("ignite_idist", "--ddp collectives"),
     ("ray_train", ""),
     ("ray_train", "--ddp collectives"),
+    ("deepspeed_generate", ""),
     ("deepspeed_zero", ""),
     ("deepspeed_zero", "--stage 3"),
     ("torch_metrics", ""),
@@ -147,13 +151,14 @@ def gloo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_example_runs() -> None:
     assert {example for example, _ in OURS} == set(NEEDS)
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS) | {"tiny"}
+    elsewhere = {"torchft_train", "vllm_generate"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS) | elsewhere | {"tiny"}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(2 * LIMIT_S + 30)
 @pytest.mark.parametrize(("example", "options"), OURS, ids=[" ".join(case).strip() for case in OURS])
-def test_trains_as_over_gloo(
+def test_works_as_over_gloo(
     example: str, options: str, tmp_path: Path, gloo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(example)

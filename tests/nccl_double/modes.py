@@ -369,7 +369,7 @@ def tensors_on_device() -> Iterator[None]:
         with (
             _watched(),
             mock.patch.object(work, "Future", DoubleFuture),
-            mock.patch.object(work, "OperationFuture", DoubleFuture),
+            mock.patch.object(work, "CollectiveFuture", DoubleFuture),
             mock.patch.object(torch.futures, "Future", DoubleFuture),
             mock.patch.object(torch.cuda, "is_initialized", return_value=True),
             mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),

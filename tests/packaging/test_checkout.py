@@ -13,7 +13,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LINKED = ("store", "backends", "ddp", "bench")
-FRAMEWORKS = ("accelerate", "ignite", "lightning", "pytorch_lightning")
+FRAMEWORKS = ("accelerate", "ignite", "lightning", "pytorch_lightning", "torchft", "vllm")
 """What collectives.integrations imports, from an extra of its own."""
 
 

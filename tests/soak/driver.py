@@ -51,7 +51,7 @@ class Soak:
     def play(self, drawn: Round) -> None:
         """Plays a round; afterwards ``failure`` says what went wrong in it, if anything."""
         fault = drawn.fault
-        lost = [fault.victim] if fault.kind == "kill" else []
+        lost = [fault.victim] if fault.kind in {"kill", "die"} else []
         try:
             results = harness.run_ranks(
                 play, drawn.size, drawn, self.plant,
@@ -80,7 +80,8 @@ class Soak:
         self.failure += f"{what}: {text}\n"
 
     def _note(self, rank: int, counted: dict[str, Any]) -> None:
-        self.counts["operations"] += counted["operations"]
+        for name in ("operations", "regrouped"):
+            self.counts[name] += counted[name]
         self.errors.update(counted["errors"])
         for text in counted["wrong"]:
             self._fail("wrong results", f"rank {rank}: {text}")

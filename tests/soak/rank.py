@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -54,7 +55,7 @@ class RankOfRound(Execution):
         self.broken: set[int] = set()
         self.on_broken: set[int] = set()  # steps that were issued on a group known to be broken
         self.errors: Counter[str] = Counter()
-        self.operations = 0
+        self.operations = self.regrouped = 0
         self.timers: list[threading.Timer] = []
         if self.fault.kind == "pause" and rank == self.fault.victim:
             store.set("pid", str(os.getpid()))
@@ -91,6 +92,56 @@ class RankOfRound(Execution):
                 group = self.groups[index]
                 done = self.judged(f"the end, on group {index}", index, lambda: group.barrier().wait())  # noqa: B023
                 assert not done, f"group {index} has not noticed {self.fault}"
+        if not self.is_gloo and self.rank in self.members:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """The members of the fault's group that live become its members anew, in an order that is drawn."""
+        victim = self.fault.victim
+        living = [rank for rank in self.members if rank != victim or self.fault.kind != "kill"]
+        group = self.groups[self.fault.group]
+        self.store.set(f"handle{self.rank}", dist.get_reconfigure_handle(group))
+        group.set_timeout(PATIENT)
+        if self.fault.kind == "die":
+            self._lose_one_meanwhile(living)
+            living.remove(victim)
+        self._reconfigure("after the fault", living)
+        total = torch.full((2000,), float(self.rank))
+        group.allreduce([total]).wait()
+        assert total.unique().tolist() == [sum(living)], f"{total.unique()} of the ranks {living}"
+        group.barrier().wait()
+        self.store.delete_key(f"handle{self.rank}")
+        self.regrouped += 1
+
+    def _lose_one_meanwhile(self, members: list[int]) -> None:
+        """The victim is killed while the group takes the same members, or a little later."""
+        group, victim = self.groups[self.fault.group], self.fault.victim
+        if self.rank == victim:
+            self._after_delay(os.kill, [os.getpid(), signal.SIGKILL])
+        try:
+            self._reconfigure("with the victim", members)
+            while True:
+                group.barrier().wait()
+        except dist.DistError as error:
+            place = self._order(members).index(victim)
+            known = {place, -1} if place == 0 else {place}  # the first one's store goes with it
+            text = f"{type(error).__name__} {error.details()}: {error}"
+            assert self.rank != victim, f"the victim lives, and raises {text}"
+            if error.rank not in known:
+                raise AssertionError(f"rank {victim} of {members} died, but: {text}") from error
+            self.errors[f"die: {type(error).__name__}"] += 1
+
+    def _order(self, members: list[int]) -> list[int]:
+        return random.Random(str(self.program.seed)).sample(members, len(members))
+
+    def _reconfigure(self, name: str, members: list[int]) -> None:
+        group, order = self.groups[self.fault.group], self._order(members)
+        handles = [self.store.get(f"handle{rank}").decode() for rank in order]
+        began = time.monotonic()
+        group.reconfigure(name, handles)
+        took = time.monotonic() - began
+        assert took < BOUND_S, f"reconfiguring took {took:.1f} s"
+        assert (group.rank(), group.size()) == (order.index(self.rank), len(order))
 
     # ---- errors ------------------------------------------------------------------------------------------
 
@@ -144,6 +195,8 @@ class RankOfRound(Execution):
 
     def _none(self) -> None:
         pass
+
+    _die = _none  # which comes when the program is over
 
     def _pause(self) -> None:
         """The rank after the victim stops it, and lets it go on."""
@@ -243,6 +296,7 @@ def play(rank: int, size: int, drawn: Round, plant: Callable[[], None] | None) -
         execution.run()
         counted.update(
             operations=execution.operations,
+            regrouped=execution.regrouped,
             errors=execution.errors,
             wrong=execution.report.failures,
         )
@@ -255,9 +309,18 @@ def play(rank: int, size: int, drawn: Round, plant: Callable[[], None] | None) -
 
 def _start_what_stays(store: Store) -> None:
     """Starts the thread that completes the futures of this process, and whatever else is for good."""
-    work = dist.barrier(async_op=True)
-    assert work is not None
-    work.get_future().wait()
+    rank = dist.get_rank()
+    for turn in range(dist.get_world_size()):  # in which one rank asks for the future before all have come
+        if rank != turn:
+            store.wait([f"turn{turn}"], PATIENT)
+        work = dist.barrier(async_op=True)
+        assert work is not None
+        future = work.get_future()
+        if rank == turn:
+            store.set(f"turn{turn}", "")
+        future.wait()
+    dist.barrier()
+    store.delete_key(f"turn{rank}")
     # The store keeps the connection of a thread that asks while another one waits.
     key = f"asked{dist.get_rank()}"
     waiting = threading.Thread(target=store.wait, args=([key], PATIENT))

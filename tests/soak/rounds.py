@@ -22,6 +22,7 @@ KINDS = {
     "leave": "the victim shuts the group down",
     "late": "the victim does not come before the time limit of the group",
     "stop": "the victim is stopped beyond the time limit of the group",
+    "die": "the victim is killed while the group takes other members, at the end",
     "mismatch": "the victim issues another operation than the others",
 }
 GLOO_KINDS = ("none", "pause", "kill")
@@ -85,7 +86,7 @@ class Round:
     @property
     def concerned(self) -> list[int]:
         """The groups that the fault breaks."""
-        if self.fault.kind in {"none", "pause", "mismatch"}:
+        if self.fault.kind in {"none", "pause", "die", "mismatch"}:
             return []
         if self.fault.kind == "kill":
             return [n for n, ranks in enumerate(self.program.members) if self.fault.victim in ranks]

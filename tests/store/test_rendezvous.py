@@ -12,7 +12,6 @@ from datetime import timedelta
 import harness
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing
 from ports import free_port
 
 import collectives
@@ -368,12 +367,6 @@ class TestLaunchers:
             assert f"done {rank} TCPStore TCPStore(127.0.0.1:{port}, client)" in done.stdout
         assert not (tmp_path / "store").exists()
 
-    @pytest.mark.full
-    def test_spawn(self, environ, tmp_path):
-        environ(MASTER_ADDR="localhost", MASTER_PORT=free_port())
-        torch.multiprocessing.spawn(spawned, args=(2, str(tmp_path / "out")), nprocs=2)
-        assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text() == "1"
-
     @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
     def test_processes(self, scheme, tmp_path):
         port = free_port()
@@ -381,15 +374,6 @@ class TestLaunchers:
         variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         for _ in range(2):  # again at the same place
             assert harness.run_ranks(add_up, 3, url, env=variables) == [6, 6, 6]
-
-
-def spawned(rank, size, out):
-    store, _, _ = join("env://", rank, size, timeout=LONG)
-    store.set(f"from{rank}", "1")
-    value = store.get(f"from{1 - rank}").decode()
-    with open(f"{out}{rank}", "w") as file:  # noqa: PTH123
-        file.write(value)
-    store.barrier("done", size)
 
 
 def add_up(rank, size, url):

@@ -48,6 +48,7 @@ def run_within(script: str, *options: str, secret: str | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_number_of_all_unknown_users_stands_for_none() -> None:
     script = (
         "import os; from collectives import _native; print(os.geteuid(), _native.is_own_user(os.geteuid()))"
@@ -77,6 +78,7 @@ def test_without_a_secret_no_store_is_served_that_all_users_could_reach() -> Non
     assert "export COLLECTIVES_SECRET_FILE=~/.collectives_secret" in said
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 def test_with_a_secret_a_store_takes_no_stranger_for_its_own_user() -> None:
     command, environment = within(secret=SECRET)
@@ -116,6 +118,7 @@ WORLD = """
 """
 
 
+@pytest.mark.full
 def test_ranks_share_memory_if_they_have_a_secret() -> None:
     assert run_within(WORLD, secret=SECRET) == "2.0\n2.0\n"
     for said in run_within(WORLD).splitlines():

@@ -57,6 +57,47 @@ def test_a_seed_draws_the_same_again_and_another_one_does_not():
     assert len({str(drawn(seed, **values)) for seed in range(10)}) > 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_quick_tier_and_its_rest_are_all_tests_once(seed):
+    everything = [
+        *items("tests/a.py::test_x", 12),
+        *items("tests/a.py::test_y", 5),
+        *items("tests/b.py::test_z", 1),
+    ]
+    full = items("tests/b.py::test_full", 2, full=pytest.mark.full.mark)
+    quick, rest = (selected([*everything, *full], **{tier: seed}) for tier in ("seed", "rest"))
+    assert quick
+    assert {item.nodeid for item in full} < set(rest)
+    assert sorted([*quick, *rest]) == sorted(item.nodeid for item in [*everything, *full])
+
+
+def items(function: str, count: int, **marks: pytest.Mark) -> list[Case]:
+    """Returns stand-ins for the cases of a test function, by two parameters."""
+    return [
+        Case(
+            nodeid=f"{function}[{number}]",
+            path=function.partition("::")[0],
+            get_closest_marker={"sampled": None, **marks}.get,
+            callspec=SimpleNamespace(params={"one": number % 3, "other": number // 3}),
+        )
+        for number in range(count)
+    ]
+
+
+def selected(cases: list[Case], **options: object) -> list[str]:
+    """Returns the names of what a run with these options keeps."""
+    chosen = {"full": False, "rest": None, "seed": options.get("rest"), **options}
+    config = SimpleNamespace(
+        getoption=chosen.get,
+        args=[],
+        stash=pytest.Stash(),
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+    )
+    kept = list(cases)
+    tiers.select(config, kept)
+    return [case.nodeid for case in kept]
+
+
 def test_functions_share_the_values_of_shared_parameters():
     used = Counter()
     for seed in range(4):

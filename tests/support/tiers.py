@@ -1,5 +1,7 @@
 """The two tiers of the tests: a quick one, which is the default, and ``--full``, which is everything.
 
+``--rest SEED`` runs what the quick tier that this seed draws leaves out: both together are everything.
+
 The quick tier leaves out
 
 - the folders of :data:`FULL_FOLDERS` and what has the mark ``full``: they take long for what is tested
@@ -44,8 +46,14 @@ _left = pytest.StashKey[int]()
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Adds ``--full`` and ``--seed``."""
+    """Adds ``--full``, ``--rest`` and ``--seed``."""
     parser.addoption("--full", action="store_true", help="run all tests, not only the quick tier")
+    parser.addoption(
+        "--rest",
+        type=int,
+        metavar="SEED",
+        help="run what the quick tier whose header shows this seed left out",
+    )
     parser.addoption("--seed", type=int, help="draw the sample of the run whose header shows this seed")
 
 
@@ -54,14 +62,25 @@ def configure(config: pytest.Config) -> None:
     config.stash[_left] = 0
     if hasattr(config, "workerinput"):
         config.option.seed = config.workerinput["seed"]
+    elif is_rest(config):
+        if config.getoption("full") or config.getoption("seed") is not None:
+            raise pytest.UsageError("--rest SEED goes with neither --full nor --seed")
+        config.option.seed = config.getoption("rest")
     elif config.getoption("seed") is None:
         config.option.seed = random.SystemRandom().randrange(1_000_000)
+
+
+def is_rest(config: pytest.Config) -> bool:
+    """Returns whether the run is of what a quick tier left out."""
+    return config.getoption("rest") is not None
 
 
 def header(config: pytest.Config) -> str:
     """Returns the line of the run's header that says how to repeat it."""
     if config.getoption("full"):
         return "tier: full"
+    if is_rest(config):
+        return f"tier: what the quick tier drawn by --seed {config.getoption('seed')} leaves out"
     return f"tier: quick, drawn by --seed {config.getoption('seed')} (all tests: --full)"
 
 
@@ -77,7 +96,7 @@ def set_left_out(config: pytest.Config, count: int) -> None:
 
 def summary(config: pytest.Config) -> str:
     """Returns the line of the run's summary that says what was left out, if anything."""
-    left = left_out(config)
+    left = 0 if is_rest(config) else left_out(config)
     return f"{left} tests were left to the full tier (--full), which has folders of its own" if left else ""
 
 
@@ -86,7 +105,7 @@ def is_ignored(path: Path, config: pytest.Config) -> bool:
 
     Its modules are not even imported, which takes seconds in each process that shares the tests.
     """
-    if config.getoption("full") or str(path) not in _FULL:
+    if config.getoption("full") or is_rest(config) or str(path) not in _FULL:
         return False
     named = [config.invocation_params.dir / str(word).partition("::")[0] for word in config.args]
     return not any(one == path or path in one.parents for one in named)
@@ -96,7 +115,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Takes what the tier leaves out of ``items``."""
     if config.getoption("full"):
         return
-    named = tuple(str(word).partition("[")[0] for word in config.args if "::" in str(word))
+    rest = is_rest(config)
+    named = () if rest else tuple(str(word).partition("[")[0] for word in config.args if "::" in str(word))
     kept: set[pytest.Item] = set()
     functions = defaultdict(list)
     for item in items:
@@ -109,10 +129,10 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     for function, cases in functions.items():
         dice = random.Random(f"{config.getoption('seed')} {function}")
         kept.update(sample(cases, dice, used[function.partition("::")[0]]))
-    left = [item for item in items if item not in kept]
+    left = [item for item in items if (item in kept) is rest]
     config.stash[_left] = len(left)
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item in kept]
+    items[:] = [item for item in items if (item in kept) is not rest]
 
 
 def is_full(item: pytest.Item) -> bool:

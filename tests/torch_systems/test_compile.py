@@ -13,7 +13,6 @@ import torch.distributed._functional_collectives as functional
 from sources import SAFE_PATH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import adam, batch, check, net, share, train, trained
 from torch_world import run_torch
@@ -101,6 +100,8 @@ def graphs_of_data_parallel(rank, size):
 
 
 def fully_sharded(rank, size):
+    from torch.distributed.fsdp import fully_shard  # ranks have it; those who only collect tests need not
+
     expected = trained(net(), size)
     model = net()
     for part in (model.first, model.second, model):

@@ -2,9 +2,9 @@
 
 #include <string>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
+#include "common/codes.hpp"
 #include "common/error.hpp"
-#include "common/opcode.hpp"
 #include "memory/copy_once.hpp"
 #include "transport/machine_transport.hpp"
 

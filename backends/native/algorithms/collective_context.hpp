@@ -32,7 +32,8 @@
 #include <limits>
 #include <vector>
 
-#include "algorithms/chunk.hpp"
+#include "algorithms/chunks.hpp"
+#include "algorithms/team.hpp"
 #include "kernels/kernels.hpp"
 #include "selection/selection.hpp"
 #include "state/rank_context.hpp"
@@ -52,7 +53,8 @@ class CollectiveContext {
         call_(call),
         sources_(sources),
         machines_(machines),
-        position_(ranks.buffer_position()) {}
+        position_(ranks.buffer_position()),
+        team_(ranks) {}
   // To be called once the operation is done. One that failed has left everything as it was.
   void close() { ranks_.set_buffer_position(position_); }
 
@@ -64,6 +66,10 @@ class CollectiveContext {
   const Topology& topology() const noexcept { return ranks_.topology(); }
   StreamPool& streams() const noexcept;
   const Tuning& tuning() const noexcept { return ranks_.tuning(); }
+  // The calling thread alone until a long message begins.
+  const Team& team() const noexcept { return team_; }
+  // Begins a long message of which this rank moves so many bytes in all.
+  void engage_team(std::size_t bytes) noexcept { team_.engage(bytes); }
   // `bytes`: the size that decides (selection/selection.hpp). `for_machine`: what a machine sends another at
   // most, where ranks reduce a part each.
   Algorithm algorithm(Opcode opcode, std::size_t bytes,
@@ -130,9 +136,15 @@ class CollectiveContext {
     if (chunks >> kChunkBits != 0) [[unlikely]]
       too_many_chunks(chunks);
   }
-  // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
-  std::size_t piece_bytes() const noexcept {
-    return std::max(round_down(tuning().chunk_bytes / static_cast<std::size_t>(size()), kSliceAlignment),
+  // Bytes of a chunk of a long message, which begins. All ranks name the same number: what a rank moves at
+  // most.
+  std::size_t begin_chunks(std::size_t bytes) noexcept {
+    engage_team(bytes);
+    return chunk_bytes_for(tuning(), bytes);
+  }
+  // The same for a piece of a chunk that holds one for each rank, at equal distances.
+  std::size_t begin_pieces(std::size_t bytes) noexcept {
+    return std::max(round_down(begin_chunks(bytes) / static_cast<std::size_t>(size()), kSliceAlignment),
                     kSliceAlignment);
   }
   std::byte* chunk(int peer, std::uint64_t index) const noexcept {
@@ -222,6 +234,7 @@ class CollectiveContext {
   std::size_t ring_ = 0;
   std::size_t chunk_bytes_ = 1;
   std::uint64_t ring_chunks_ = 1;
+  Team team_;
 };
 
 // Copies to outputs that are `bytes` long in all: past the caches where they would not stay there, and would
@@ -229,13 +242,28 @@ class CollectiveContext {
 class CopyOut {
  public:
   CopyOut(const CollectiveContext& collective, std::size_t bytes)
-      : past_cache_(bytes >= collective.tuning().past_cache_bytes), one_reader_(collective.size() == 2) {}
+      : team_(collective.team()),
+        past_cache_(bytes >= collective.tuning().past_cache_bytes),
+        one_reader_(collective.size() == 2) {}
   void operator()(std::byte* output, const std::byte* input, std::size_t bytes,
                   const std::byte* next = nullptr) const {
-    if (output != input) (past_cache_ ? copy_streaming : copy)(output, input, bytes, next);
+    if (output == input) return;
+    team_.split(bytes, kSliceAlignment, 2 * bytes, [&](std::size_t begin, std::size_t end) {
+      whole(output + begin, input + begin, end - begin, next == nullptr ? nullptr : next + begin);
+    });
+  }
+  // By the calling thread.
+  void whole(std::byte* output, const std::byte* input, std::size_t bytes,
+             const std::byte* next = nullptr) const {
+    (past_cache_ ? copy_streaming : copy)(output, input, bytes, next);
   }
   // The same out of a part of a ring that only this rank reads.
   void take(std::byte* output, std::byte* input, std::size_t bytes) const {
+    team_.split(bytes, kSliceAlignment, 2 * bytes, [&](std::size_t begin, std::size_t end) {
+      take_whole(output + begin, input + begin, end - begin);
+    });
+  }
+  void take_whole(std::byte* output, std::byte* input, std::size_t bytes) const {
     (past_cache_ ? copy_taking_streaming : copy_taking)(output, input, bytes);
   }
   // Out of one that all other ranks read.
@@ -245,6 +273,7 @@ class CopyOut {
   }
 
  private:
+  const Team& team_;
   bool past_cache_;
   bool one_reader_;
 };

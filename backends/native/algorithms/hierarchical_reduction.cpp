@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/pipeline.hpp"
 #include "kernels/kernels.hpp"
@@ -54,6 +54,7 @@ class HierarchicalReduction final : public Pipeline {
         element_(partials.element()),
         chunks_(chunks),
         me_(local_index(collective.topology(), collective.rank())) {
+    collective.engage_team(chunks.total * element_);
     share_ = split_evenly(chunks_.step, machines()).step;
     slice_ = split_evenly(chunks_.step, local_.size()).step;
     if (!single_rank()) {
@@ -101,9 +102,9 @@ class HierarchicalReduction final : public Pipeline {
     const Pieces parts = slices(c);
     const std::size_t begin = parts.begin(me_);
     const std::size_t end = parts.begin(me_ + 1);
-    collectives::copy(contribution(collective_.rank(), c, 0), tensor(c, 0), begin * element_);
-    collectives::copy(contribution(collective_.rank(), c, end), tensor(c, end),
-                      (parts.total - end) * element_);
+    collective_.team().copy(contribution(collective_.rank(), c, 0), tensor(c, 0), begin * element_);
+    collective_.team().copy(contribution(collective_.rank(), c, end), tensor(c, end),
+                            (parts.total - end) * element_);
   }
 
   void reduce(std::uint64_t c) override {
@@ -112,8 +113,8 @@ class HierarchicalReduction final : public Pipeline {
     for (std::size_t i = 0; i < local_.size(); ++i) {
       sources[i] = i == me_ ? tensor(c, parts.begin(me_)) : contribution(local_[i], c, parts.begin(me_));
     }
-    accumulate(slice(collective_.rank(), c), sources, static_cast<int>(local_.size()), parts.length(me_),
-               reduction_.dtype, reduction_.op, reduction_.factor);
+    collective_.team().accumulate(slice(collective_.rank(), c), sources, static_cast<int>(local_.size()),
+                                  parts.length(me_), reduction_);
   }
 
   // Calls `take(address, bytes)` for the parts of this machine's partial of a range.
@@ -137,7 +138,7 @@ class HierarchicalReduction final : public Pipeline {
     std::byte* to = place(c, own());
     each_partial(c, parts.begin(own()), parts.begin(own() + 1),
                  [&](const std::byte* from, std::size_t bytes) {
-                   collectives::copy(to, from, bytes);
+                   collective_.team().copy(to, from, bytes);
                    to += bytes;
                  });
   }
@@ -167,9 +168,10 @@ class HierarchicalReduction final : public Pipeline {
   void combine(std::uint64_t c) override {
     const Pieces parts = shares(c);
     const std::size_t begin = parts.begin(own());
-    partials_.combine(result(c, begin), parts.length(own()), widened_, [&](std::size_t machine) {
-      return machine == own() && single_rank() ? tensor(c, begin) : place(c, machine);
-    });
+    partials_.combine(collective_.team(), result(c, begin), parts.length(own()), widened_,
+                      [&](std::size_t machine) {
+                        return machine == own() && single_rank() ? tensor(c, begin) : place(c, machine);
+                      });
   }
 
   void send_second(std::uint64_t c, int machine) override {
@@ -187,7 +189,7 @@ class HierarchicalReduction final : public Pipeline {
 
   void finish(std::uint64_t c) override {
     if (single_rank() || !(root_ < 0 || root_ == collective_.rank())) return;
-    collectives::copy(tensor(c, 0), result(c, 0), chunks_.length(c) * element_);
+    collective_.team().copy(tensor(c, 0), result(c, 0), chunks_.length(c) * element_);
   }
 
   std::byte* data_;

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "algorithms/chunk.hpp"
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
+#include "algorithms/collective_context.hpp"
 #include "algorithms/part.hpp"
 #include "kernels/kernels.hpp"
 #include "state/topology.hpp"
@@ -46,7 +46,7 @@ class MachinePartials {
 
   // dst = the partials of all machines; `partial(machine)` says where each is.
   template <class Where>
-  void combine(std::byte* dst, std::size_t count, std::byte* scratch, Where&& partial) {
+  void combine(const Team& team, std::byte* dst, std::size_t count, std::byte* scratch, Where&& partial) {
     if (count == 0) return;
     const int machines = topology_.count();
     for (std::size_t m = 0; m < pointers_.size(); ++m) {
@@ -54,17 +54,15 @@ class MachinePartials {
       if (!raw_ && has_one_rank(topology_, m)) {
         std::byte* wide = scratch + m * round_up(count * accumulator_, kSliceAlignment);
         const void* source = from;
-        accumulate(wide, &source, 1, count, reduction_.dtype, reduction_.op, reduction_.factor);
+        team.accumulate(wide, &source, 1, count, reduction_);
         from = wide;
       }
       pointers_[m] = from;
     }
     if (raw_) {
-      collectives::reduce(dst, pointers_.data(), machines, count, reduction_.dtype, reduction_.op,
-                          reduction_.factor);
+      team.reduce(dst, pointers_.data(), machines, count, reduction_);
     } else {
-      collectives::combine(dst, pointers_.data(), machines, count, reduction_.dtype, reduction_.op,
-                           reduction_.factor);
+      team.combine(dst, pointers_.data(), machines, count, reduction_);
     }
   }
 
@@ -81,5 +79,13 @@ class MachinePartials {
 // one; sources by rank.
 void reduce_by_machine(const Topology& topology, void* dst, const void* const* sources, std::size_t count,
                        const Reduction& reduction);
+
+// Of one contribution, which `data` holds.
+void reduce_local(const CollectiveContext& collective, std::byte* data, std::size_t count,
+                  const Reduction& reduction);
+
+// data = the own contribution, which it holds, and those that the other ranks have staged, `bytes` each.
+void reduce_staged(CollectiveContext& collective, void* data, std::size_t count, std::size_t bytes,
+                   const Reduction& reduction);
 
 }  // namespace collectives

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
 #include "algorithms/pipeline.hpp"
 #include "kernels/kernels.hpp"
 
@@ -13,6 +13,7 @@ namespace collectives {
 void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& outputs,
                        const std::vector<Part>& inputs, std::size_t longest) {
   const int me = collective.rank();
+  collective.engage_team(total_bytes(outputs) + total_bytes(inputs));
   const Topology& topology = collective.topology();
   const auto& local = topology.local();
   StreamSession session(collective.rank_context(), collective.call(), collective.streams());
@@ -52,7 +53,7 @@ void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& o
           if (i >= Pipeline::kSlots) collective.await(local[to], &Progress::drained, i - Pipeline::kSlots);
           const Part& part = inputs[as_index(local[to])];
           const Pieces pieces{.total = part.bytes, .step = step};
-          collectives::copy(place(me, i, to), part.data + pieces.begin(i), pieces.length(i));
+          collective.team().copy(place(me, i, to), part.data + pieces.begin(i), pieces.length(i));
         }
         collective.publish(&Progress::filled, i);
       }
@@ -63,7 +64,8 @@ void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& o
         const Pieces pieces{.total = part.bytes, .step = step};
         if (pieces.length(i - 1) == 0) continue;
         collective.await(from, &Progress::filled, i - 1);
-        collectives::copy(part.data + pieces.begin(i - 1), place(from, i - 1, mine), pieces.length(i - 1));
+        collective.team().copy(part.data + pieces.begin(i - 1), place(from, i - 1, mine),
+                               pieces.length(i - 1));
       }
       collective.publish(&Progress::drained, i - 1);
       session.pump();

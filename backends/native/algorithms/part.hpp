@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 
 namespace collectives {
 

@@ -1,5 +1,6 @@
 #include "algorithms/sliced_reduction.hpp"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -45,6 +46,7 @@ class SlicedReduction {
         slices_(collective, count, element_),
         copy_out_(collective, count * element_),
         me_(static_cast<std::uint64_t>(collective.rank())) {
+    collective_.engage_team(count * element_);
     collective_.open_rings(slices_.count(), sliced_chunk_bytes(collective.tuning(), count * element_),
                            CollectiveContext::kFewChunks);
   }
@@ -101,8 +103,16 @@ class SlicedReduction {
     const Pieces slices = slices_.of(c);
     const std::size_t begin = slices.begin(me_);
     const std::size_t end = slices.begin(me_ + 1);
-    collectives::copy(ring(collective_.rank(), c, 0), input(c, 0), begin * element_);
-    collectives::copy(ring(collective_.rank(), c, end), input(c, end), (slices.total - end) * element_);
+    const std::size_t others = slices.total - (end - begin);
+    collective_.team().split(
+        others, kSliceAlignment, 2 * others * element_, [&](std::size_t first, std::size_t last) {
+          const auto put = [&](std::size_t from, std::size_t to) {
+            if (from < to)
+              collectives::copy(ring(collective_.rank(), c, from), input(c, from), (to - from) * element_);
+          };
+          put(first, std::min(last, begin));
+          put(std::max(first, begin) + (end - begin), last + (end - begin));
+        });
     collective_.filled(c);
   }
 
@@ -115,13 +125,14 @@ class SlicedReduction {
       if (r != collective_.rank()) collective_.await_filled(r, c);
       sources[r] = r == collective_.rank() ? input(c, begin) : ring(r, c, begin);
     }
-    reduce(results(collective_.rank(), c, begin), sources, collective_.size(), length, reduction_.dtype,
-           reduction_.op, reduction_.factor,
-           {.second = keep ? output(c, begin) : nullptr, .next = later(c + 1, begin)});
+    collective_.team().reduce(results(collective_.rank(), c, begin), sources, collective_.size(), length,
+                              reduction_,
+                              {.second = keep ? output(c, begin) : nullptr, .next = later(c + 1, begin)});
     collective_.reduced(c);
   }
 
   void drain(std::uint64_t c) {
+    if (collective_.team().size() > 1) return drain_together(c);
     const Pieces slices = slices_.of(c);
     for (int i = 1; i < collective_.size(); ++i) {
       const int r = (collective_.rank() + i) % collective_.size();
@@ -130,6 +141,23 @@ class SlicedReduction {
       copy_out_(output(c, slices.begin(owner)), results(r, c, slices.begin(owner)),
                 slices.length(owner) * element_, later(c + 3, slices.begin(owner)));
     }
+    collective_.drained(c);
+  }
+
+  // The same, by threads to which a slice alone would be too little.
+  void drain_together(std::uint64_t c) {
+    const Pieces slices = slices_.of(c);
+    for (int i = 1; i < collective_.size(); ++i)
+      collective_.await_reduced((collective_.rank() + i) % collective_.size(), c);
+    const auto copy = [&](std::size_t owner, std::size_t begin, std::size_t end) {
+      end = std::min(end, slices.length(owner) * element_);
+      if (owner == me_ || begin >= end) return;
+      const std::size_t first = slices.begin(owner);
+      const std::byte* next = later(c + 3, first);
+      copy_out_.whole(output(c, first) + begin, results(static_cast<int>(owner), c, first) + begin,
+                      end - begin, next == nullptr ? nullptr : next + begin);
+    };
+    collective_.team().split_items(slices.count(), slices.step * element_, copy);
     collective_.drained(c);
   }
 

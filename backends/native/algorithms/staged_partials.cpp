@@ -78,7 +78,7 @@ void StagedPartials::combine(std::byte* dst, std::size_t range) {
   for (std::size_t i = 0; i < range; ++i) before += ranges[i].length;
   const auto [begin, length] = ranges[range];
   std::byte* scratch = collective_.streams().scratch(partials_.scratch_bytes(length));
-  partials_.combine(dst, length, scratch, [&, first = begin](std::size_t machine) {
+  partials_.combine(collective_.team(), dst, length, scratch, [&, first = begin](std::size_t machine) {
     return machine == own_machine()
                ? own_partial(first)
                : collective_.remote_partial(machine) + before * partials_.bytes_of(machine);

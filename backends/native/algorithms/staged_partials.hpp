@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "algorithms/chunks.hpp"
 #include "algorithms/collective_context.hpp"
-#include "algorithms/machine_chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/part.hpp"
 #include "state/machine_contribution.hpp"

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "common/clock.hpp"
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 
 namespace collectives {
 

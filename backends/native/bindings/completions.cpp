@@ -69,7 +69,6 @@ void bind_completions(nb::module_& module) {
            nb::arg("collective"))
       .def("push", &Completion::push);
   module.def("next_operation", [] { return Task::next_id(); });
-  module.def("issued_here", &Task::issued_here);
   module.def("pop_completion", pop);
   module.def("close_completions", [] { Completions::instance().close(); });
 }

@@ -170,10 +170,11 @@ void bind_network(nb::module_& module) {
           "span",
           [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
              Listeners& listeners, const std::vector<std::vector<Place>>& places, const nb::bytes& key,
-             bool own_user_only, bool from_lanes, int ranks_on_host) {
+             bool own_user_only, bool encrypts, bool from_lanes, int ranks_on_host) {
             Network network;
             network.key.assign(key.c_str(), key.size());
             network.own_user_only = own_user_only;
+            network.encrypts = encrypts;
             network.from_lanes = from_lanes;
             network.listeners = std::move(listeners.all);
             for (const std::vector<Place>& rank : places) {
@@ -184,7 +185,7 @@ void bind_network(nb::module_& module) {
                             std::move(network), ranks_on_host);
           },
           nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("key"),
-          nb::arg("own_user_only"), nb::arg("from_lanes"), nb::arg("ranks_on_host"));
+          nb::arg("own_user_only"), nb::arg("encrypts"), nb::arg("from_lanes"), nb::arg("ranks_on_host"));
 }
 
 void bind_bootstrap(nb::module_& module) {
@@ -208,10 +209,12 @@ void bind_bootstrap(nb::module_& module) {
           nb::arg("seconds"))
       .def(
           "set_tuning",
-          [](BootstrapLeader& leader, const TuningValues& values, int size) {
-            leader.set_tuning(tuning_from(values, size));
+          [](BootstrapLeader& leader, const TuningValues& values, int size, std::uint64_t threads) {
+            Tuning tuning = tuning_from(values, size);
+            tuning.threads = threads;
+            leader.set_tuning(tuning);
           },
-          nb::arg("values"), nb::arg("size"))
+          nb::arg("values"), nb::arg("size"), nb::arg("threads"))
       .def(
           "share",
           [](BootstrapLeader& leader, bool spans_machines, double seconds) {
@@ -276,11 +279,19 @@ void bind_group(nb::module_& module) {
       .def(
           "__init__",
           [](OwnedGroup* group, Membership& membership, std::string label, Nanoseconds timeout,
-             const SharedRecord& shared) {
+             const SharedRecord& shared, unsigned threads, unsigned cores) {
+            if (threads < 1 || threads > WorkerPool::kMostParts) {
+              throw std::invalid_argument("threads must be from 1 to " +
+                                          std::to_string(WorkerPool::kMostParts) + ", not " +
+                                          std::to_string(threads));
+            }
+            membership.threads = threads;
+            membership.workers_linger = threads <= cores;
             new (group) OwnedGroup(
                 std::make_unique<Group>(std::move(membership), std::move(label), timeout, shared.record));
           },
-          nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"), nb::arg("record"))
+          nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"), nb::arg("record"),
+          nb::arg("threads"), nb::arg("cores"))
       .def("fast_collective", fast_collective, nb::arg("opcode"), nb::arg("output").none() = nb::none(),
            nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
            nb::arg("listed") = false)
@@ -345,6 +356,7 @@ void bind_group(nb::module_& module) {
   }
   module.attr("COLLECTIVES") = opcodes;
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
+  module.attr("MOST_THREADS") = WorkerPool::kMostParts;
 }
 
 }  // namespace

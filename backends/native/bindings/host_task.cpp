@@ -106,6 +106,7 @@ void HostTask::undo() const { task_->undo(); }
 void bind_task(nb::module_& module) {
   nb::class_<HostTask>(module, "HostTask")
       .def_prop_ro("id", [](const HostTask& self) { return self.task().id(); })
+      .def_prop_ro("is_message", [](const HostTask& self) { return self.task().is_message(); })
       .def_prop_ro("source", [](const HostTask& self) { return self.task().source(); })
       .def("finished", &HostTask::finished)
       .def("poll", &HostTask::poll)

@@ -7,7 +7,6 @@
 #include <optional>
 #include <utility>
 
-#include "engine/owner.hpp"
 #include "engine/task.hpp"
 
 namespace collectives {

@@ -12,6 +12,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/interrupt.hpp"
+#include "kernels/quantize.hpp"
 
 namespace nb = nanobind;
 
@@ -65,6 +66,21 @@ void bound_take(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
   kFunction(pointer_from(dst), pointer_from(src), bytes);
 }
 
+void bound_quantize(std::uintptr_t codes, std::uintptr_t steps, std::uintptr_t source, std::uintptr_t left,
+                    std::size_t count, std::size_t block, std::uint8_t dtype) {
+  const DType format = dtype_from(dtype);
+  const ReleasedLock released;
+  quantize(pointer_from(codes), pointer_from(steps), pointer_from(source), pointer_from(left), count, block,
+           format);
+}
+
+void bound_dequantize(std::uintptr_t dst, std::uintptr_t codes, std::uintptr_t steps, std::size_t count,
+                      std::size_t block, std::uint8_t dtype, float weight, bool adds) {
+  const DType format = dtype_from(dtype);
+  const ReleasedLock released;
+  dequantize(pointer_from(dst), pointer_from(codes), pointer_from(steps), count, block, format, weight, adds);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
@@ -96,6 +112,10 @@ void bind_kernels(nb::module_& module) {
              nb::arg("nbytes"));
   module.def("copy_taking_streaming", bound_take<copy_taking_streaming>, nb::arg("dst_ptr"),
              nb::arg("src_ptr"), nb::arg("nbytes"));
+  module.def("quantize", bound_quantize, nb::arg("codes_ptr"), nb::arg("steps_ptr"), nb::arg("source_ptr"),
+             nb::arg("left_ptr"), nb::arg("count"), nb::arg("block"), nb::arg("dtype_code"));
+  module.def("dequantize", bound_dequantize, nb::arg("dst_ptr"), nb::arg("codes_ptr"), nb::arg("steps_ptr"),
+             nb::arg("count"), nb::arg("block"), nb::arg("dtype_code"), nb::arg("weight"), nb::arg("adds"));
   module.def("cpu_capability", cpu_capability);
 }
 

@@ -152,7 +152,6 @@ class MpiGroup {
         (fast->request.opcode == Opcode::all_reduce && fast->request.input != nullptr))
       return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
-    Task::note_issue();
     const long number = next_number(operations_);
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());

@@ -23,7 +23,6 @@ namespace nb = nanobind;
 namespace collectives {
 namespace {
 
-using store_client::Connection;
 using store_client::LocalConnection;
 using store_client::Replies;
 using store_client::SocketConnection;
@@ -178,13 +177,13 @@ nb::list taken(Replies& replies) {
   return values;
 }
 
-nb::list await(Connection& connection, std::string_view form, double deadline) {
+nb::list await(store_client::Connection& connection, std::string_view form, double deadline) {
   Replies* replies = nullptr;
   call(0, [&](Interrupt& interrupt) { replies = &connection.await(form, moment(deadline), interrupt); });
   return taken(*replies);
 }
 
-nb::list exchanged(Connection& connection, std::string_view requests, std::string_view form,
+nb::list exchanged(store_client::Connection& connection, std::string_view requests, std::string_view form,
                    double deadline) {
   Replies* replies = nullptr;
   call(requests.size(), [&](Interrupt& interrupt) {
@@ -194,27 +193,47 @@ nb::list exchanged(Connection& connection, std::string_view requests, std::strin
   return taken(*replies);
 }
 
-nb::list exchange(Connection& connection, const nb::bytes& requests, std::string_view form, double deadline) {
+nb::list exchange(store_client::Connection& connection, const nb::bytes& requests, std::string_view form,
+                  double deadline) {
   return exchanged(connection, view(requests), form, deadline);
 }
 
-nb::list ask(Connection& connection, std::string_view form, const nb::tuple& fields, std::string_view replies,
-             double limit) {
+nb::list ask(store_client::Connection& connection, std::string_view form, const nb::tuple& fields,
+             std::string_view replies, double limit) {
   const double now = static_cast<double>(now_ns()) / static_cast<double>(kSecond);
   return exchanged(connection, encoded(form, fields), replies, now + limit);
 }
 
-void send_bytes(Connection& connection, const nb::bytes& requests, double deadline) {
+void send_bytes(store_client::Connection& connection, const nb::bytes& requests, double deadline) {
   call(requests.size(),
        [&](Interrupt& interrupt) { connection.send(view(requests), moment(deadline), interrupt); });
 }
 
-nb::bytes receive_bytes(Connection& connection, std::size_t bytes, double deadline) {
+nb::bytes receive_bytes(store_client::Connection& connection, std::size_t bytes, double deadline) {
   Replies* replies = nullptr;
   call(0, [&](Interrupt& interrupt) { replies = &connection.receive(bytes, moment(deadline), interrupt); });
   const nb::bytes result(replies->held().data(), bytes);
   replies->take(bytes);
   return result;
+}
+
+const char* prove(SocketConnection& connection, const nb::bytes& key, bool encrypts, double deadline) {
+  SocketConnection::Proved proved{};
+  call(0, [&](Interrupt& interrupt) {
+    proved = connection.prove(std::string(view(key)), encrypts, moment(deadline), interrupt);
+  });
+  switch (proved) {
+    case SocketConnection::Proved::both:
+      return "both";
+    case SocketConnection::Proved::turned_away:
+      return "turned away";
+    case SocketConnection::Proved::differ:
+      return "differ";
+    case SocketConnection::Proved::ended:
+      return "ended";
+    default:
+      return "not server";
+  }
 }
 
 }  // namespace
@@ -224,8 +243,8 @@ void bind_store_client(nb::module_& module) {
       "store_requests", &requests_of, nb::arg("form"), nb::arg("fields"),
       "Bytes of requests: a letter of the form for each field, b = u8, u = u32, n = i64, v = value or key as "
       "stored, k = key of a user, K = list of keys, P = list of keys with values.");
-  nb::class_<Connection>(module, "StoreConnection",
-                         "One connection to a store's server, used by one thread at a time.")
+  nb::class_<store_client::Connection>(module, "StoreConnection",
+                                       "One connection to a store's server, used by one thread at a time.")
       .def("exchange", &exchange, nb::arg("requests"), nb::arg("form"), nb::arg("deadline"),
            "Sends requests; returns their replies as `replies` does.")
       .def("ask", &ask, nb::arg("form"), nb::arg("fields"), nb::arg("replies"), nb::arg("limit"),
@@ -237,11 +256,15 @@ void bind_store_client(nb::module_& module) {
           "Returns the next replies: a letter of the form for each, b = u8, u = u32, n = i64, v = value, l = "
           "list of values.")
       .def("receive", &receive_bytes, nb::arg("size"), nb::arg("deadline"), "Returns the next bytes.");
-  nb::class_<SocketConnection, Connection>(
+  nb::class_<SocketConnection, store_client::Connection>(
       module, "StoreSocketConnection", "Over the descriptor of a connected socket, which stays the caller's.")
-      .def(nb::init<int>(), nb::arg("socket"));
-  nb::class_<LocalConnection, Connection>(module, "StoreLocalConnection",
-                                          "To a server of this process, for requests that do not wait.")
+      .def(nb::init<int>(), nb::arg("socket"))
+      .def("prove", &prove, nb::arg("key"), nb::arg("encrypts"), nb::arg("deadline"),
+           "Both ends prove that they know the key, before anything is sent, and encrypt what follows or do "
+           "not. Returns 'both', or why the connection is to be closed: 'turned away', 'differ', 'ended', "
+           "'not server'.");
+  nb::class_<LocalConnection, store_client::Connection>(
+      module, "StoreLocalConnection", "To a server of this process, for requests that do not wait.")
       .def(
           "__init__",
           [](LocalConnection* self, const store::Server& server) {

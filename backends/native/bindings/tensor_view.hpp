@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 
 namespace collectives {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
 #include "algorithms/pipeline.hpp"
 #include "collectives/collectives.hpp"
 #include "kernels/kernels.hpp"
@@ -36,6 +36,7 @@ class HierarchicalAllGather final : public Pipeline {
         outputs_(outputs),
         input_(input),
         step_(step) {
+    collective.engage_team(total_bytes(outputs));
     if (single_rank()) return;
     contributions_ = collective.open_region(kSlots * step_);
     remote_ = outputs_.size() - local_.size();
@@ -61,7 +62,7 @@ class HierarchicalAllGather final : public Pipeline {
 
   void fill(std::uint64_t c) override {
     const Pieces mine = pieces(collective_.rank());
-    collectives::copy(contribution(collective_.rank(), c), input_ + mine.begin(c), mine.length(c));
+    collective_.team().copy(contribution(collective_.rank(), c), input_ + mine.begin(c), mine.length(c));
   }
   void send_first(std::uint64_t c, int machine) override {
     for (const int r : local_) {
@@ -83,14 +84,14 @@ class HierarchicalAllGather final : public Pipeline {
     const int me = collective_.rank();
     const Pieces mine = pieces(me);
     if (output(me, c) != input_ + mine.begin(c)) {
-      collectives::copy(output(me, c), input_ + mine.begin(c), mine.length(c));
+      collective_.team().copy(output(me, c), input_ + mine.begin(c), mine.length(c));
     }
     if (single_rank()) return;
     for (std::size_t i = 0; i < outputs_.size(); ++i) {
       const int r = static_cast<int>(i);
       if (r == me) continue;
       const bool local = collective_.topology().is_local(r);
-      collectives::copy(output(r, c), local ? contribution(r, c) : received(r, c), pieces(r).length(c));
+      collective_.team().copy(output(r, c), local ? contribution(r, c) : received(r, c), pieces(r).length(c));
     }
   }
 
@@ -112,7 +113,10 @@ void all_gather(CollectiveContext& collective, const std::vector<Part>& outputs,
   const CopyOut copy_out(collective, total_bytes(outputs));
   const std::size_t longest = longest_bytes(outputs);
   const Algorithm algorithm = collective.algorithm(Opcode::all_gather, longest);
-  if (algorithm == Algorithm::local) return copy_out(mine.data, input, mine.bytes);
+  if (algorithm == Algorithm::local) {
+    collective.engage_team(mine.bytes);
+    return copy_out(mine.data, input, mine.bytes);
+  }
   if (algorithm == Algorithm::staged) {
     collective.reserve(longest);
     collectives::copy(collective.stage(mine.bytes), input, mine.bytes);
@@ -125,14 +129,14 @@ void all_gather(CollectiveContext& collective, const std::vector<Part>& outputs,
   }
   collective.arrive_and_wait();
   if (algorithm == Algorithm::hierarchical) return HierarchicalAllGather(collective, outputs, input).run();
-  const std::size_t step = collective.tuning().chunk_bytes;
+  const std::size_t step = collective.begin_chunks(total_bytes(outputs));
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
-  collective.open_rings(chunks, collective.tuning().chunk_bytes);
+  collective.open_rings(chunks, step);
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       const Pieces pieces{.total = mine.bytes, .step = step};
       collective.await_room(i);
-      collectives::copy(collective.chunk(me, i), input + pieces.begin(i), pieces.length(i));
+      collective.team().copy(collective.chunk(me, i), input + pieces.begin(i), pieces.length(i));
       collective.filled(i);
       copy_out(mine.data + pieces.begin(i), input + pieces.begin(i), pieces.length(i));
     }

@@ -5,14 +5,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "algorithms/chunks.hpp"
 #include "algorithms/hierarchical_reduction.hpp"
-#include "algorithms/machine_chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/sliced_reduction.hpp"
 #include "algorithms/staged_partials.hpp"
-#include "algorithms/staged_reduction.hpp"
 #include "collectives/collectives.hpp"
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 #include "kernels/kernels.hpp"
 
 namespace collectives {
@@ -62,11 +61,12 @@ void all_reduce(CollectiveContext& collective, std::byte* output, const std::byt
   const Algorithm algorithm = collective.algorithm(Opcode::all_reduce, count * width, for_machine);
   // Not before the ranks have compared what they call: of a mismatch no output is written.
   const auto fill_output = [&] {
-    if (input != output) collectives::copy(output, input, bytes);
+    if (input != output) collective.team().copy(output, input, bytes);
   };
   if (algorithm == Algorithm::local) {
+    collective.engage_team(bytes);
     fill_output();
-    return reduce_local(output, count, reduction);
+    return reduce_local(collective, output, count, reduction);
   }
   if (algorithm == Algorithm::staged) {
     if (collective.sends_partials()) return all_reduce_partials(collective, output, input, count, reduction);
@@ -80,6 +80,7 @@ void all_reduce(CollectiveContext& collective, std::byte* output, const std::byt
     return all_reduce_in_parts(collective, output, input, parts, reduction);
   collective.arrive_and_wait();
   if (algorithm == Algorithm::hierarchical) {
+    collective.engage_team(bytes);
     fill_output();
     return hierarchical_all_reduce(collective, output, count, reduction);
   }

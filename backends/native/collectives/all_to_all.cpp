@@ -29,7 +29,10 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
   const auto ranks = static_cast<std::size_t>(collective.size());
   const auto as_rank = [](std::size_t r) { return static_cast<int>(r); };
   const CopyOut copy_out(collective, total_bytes(outputs));
-  if (ranks == 1) return copy_out(outputs[0].data, inputs[0].data, inputs[0].bytes);
+  if (ranks == 1) {
+    collective.engage_team(inputs[0].bytes);
+    return copy_out(outputs[0].data, inputs[0].data, inputs[0].bytes);
+  }
   // Each sender stages or not by itself.
   const std::size_t most_staged = most_staged_bytes(Opcode::all_to_all, collective.tuning());
 
@@ -75,7 +78,7 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
     sender.stages = sender.total <= most_staged;
     if (!sender.stages) longest = std::max(longest, most);
   }
-  const std::size_t step = collective.piece_bytes();
+  const std::size_t step = collective.begin_pieces(ranks * longest);
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
   collective.check_chunks(chunks);  // before anything is written
   for (std::size_t s = 0; s < ranks; ++s) {
@@ -112,12 +115,15 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
   for (std::uint64_t i = 0; own_chunks > 0 && i <= own_chunks; ++i) {
     if (i < own_chunks && !senders[me].stages) {
       collective.await_room(i);
-      for (std::size_t k = 1; k < ranks; ++k) {
-        const std::size_t r = (me + k) % ranks;
-        const Pieces pieces{.total = inputs[r].bytes, .step = step};
-        collectives::copy(collective.chunk(collective.rank(), i) + r * step, inputs[r].data + pieces.begin(i),
-                          pieces.length(i));
-      }
+      collective.team().split_items(
+          ranks - 1, step, [&](std::size_t other, std::size_t begin, std::size_t end) {
+            const std::size_t r = (me + 1 + other) % ranks;
+            const Pieces pieces{.total = inputs[r].bytes, .step = step};
+            end = std::min(end, pieces.length(i));
+            if (begin >= end) return;
+            collectives::copy(collective.chunk(collective.rank(), i) + r * step + begin,
+                              inputs[r].data + pieces.begin(i) + begin, end - begin);
+          });
       collective.filled(i);
     }
     if (i < own_chunks) keep(own.begin(i), own.begin(i + 1));

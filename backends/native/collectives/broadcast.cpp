@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
 #include "algorithms/pipeline.hpp"
 #include "collectives/collectives.hpp"
 #include "kernels/kernels.hpp"
@@ -28,6 +28,7 @@ class HierarchicalBroadcast final : public Pipeline {
         chunks_{.total = bytes, .step = moved_chunk(bytes)},
         source_(as_index(collective.topology().of(root))),
         root_(root) {
+    collective.engage_team(bytes);
     if (!single_rank()) region_ = collective.open_region(kSlots * chunks_.step);
   }
 
@@ -44,7 +45,7 @@ class HierarchicalBroadcast final : public Pipeline {
 
   void fill(std::uint64_t c) override {
     if (collective_.rank() == root_)
-      collectives::copy(place(c, 0), data_ + chunks_.begin(c), chunks_.length(c));
+      collective_.team().copy(place(c, 0), data_ + chunks_.begin(c), chunks_.length(c));
   }
 
   bool results_have_room(std::uint64_t c) const override {
@@ -80,7 +81,7 @@ class HierarchicalBroadcast final : public Pipeline {
   }
   void finish(std::uint64_t c) override {
     if (single_rank() || collective_.rank() == root_) return;
-    collectives::copy(data_ + chunks_.begin(c), place(c, 0), chunks_.length(c));
+    collective_.team().copy(data_ + chunks_.begin(c), place(c, 0), chunks_.length(c));
   }
 
   std::byte* data_;
@@ -105,13 +106,13 @@ void broadcast(CollectiveContext& collective, std::byte* data, std::size_t bytes
   }
   collective.arrive_and_wait();
   if (algorithm == Algorithm::hierarchical) return HierarchicalBroadcast(collective, data, bytes, root).run();
-  const Pieces pieces{.total = bytes, .step = collective.tuning().chunk_bytes};
+  const Pieces pieces{.total = bytes, .step = collective.begin_chunks(bytes)};
   collective.open_rings(pieces.count(), pieces.step);
   const CopyOut copy_out(collective, bytes);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       collective.await_room(c);
-      collectives::copy(collective.chunk(root, c), data + pieces.begin(c), pieces.length(c));
+      collective.team().copy(collective.chunk(root, c), data + pieces.begin(c), pieces.length(c));
       collective.filled(c);
     } else {
       collective.await_filled(root, c);

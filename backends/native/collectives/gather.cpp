@@ -17,7 +17,10 @@ void gather(CollectiveContext& collective, const std::vector<Part>& outputs, con
   const bool receives = me == root;
   const CopyOut copy_out(collective, bytes * static_cast<std::size_t>(ranks));
   const Algorithm algorithm = collective.algorithm(Opcode::gather, bytes);
-  if (algorithm == Algorithm::local) return copy_out(outputs[0].data, input, bytes);
+  if (algorithm == Algorithm::local) {
+    collective.engage_team(bytes);
+    return copy_out(outputs[0].data, input, bytes);
+  }
   if (algorithm == Algorithm::staged) {
     collective.reserve(bytes);
     if (!receives) collectives::copy(collective.stage(bytes), input, bytes);
@@ -43,12 +46,12 @@ void gather(CollectiveContext& collective, const std::vector<Part>& outputs, con
     }
     return pairwise_exchange(collective, received, sent, bytes);
   }
-  const Pieces pieces{.total = bytes, .step = collective.tuning().chunk_bytes};
+  const Pieces pieces{.total = bytes, .step = collective.begin_chunks(bytes)};
   collective.open_rings(pieces.count(), pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (!receives) {
       collective.await_room(root, c);
-      collectives::copy(collective.chunk(me, c), input + pieces.begin(c), pieces.length(c));
+      collective.team().copy(collective.chunk(me, c), input + pieces.begin(c), pieces.length(c));
       collective.filled(c);
       continue;
     }

@@ -5,14 +5,13 @@
 #include <utility>
 #include <vector>
 
+#include "algorithms/chunks.hpp"
 #include "algorithms/hierarchical_reduction.hpp"
-#include "algorithms/machine_chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/sliced_reduction.hpp"
 #include "algorithms/staged_partials.hpp"
-#include "algorithms/staged_reduction.hpp"
 #include "collectives/collectives.hpp"
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 #include "kernels/kernels.hpp"
 
 namespace collectives {
@@ -23,13 +22,13 @@ void root_reduce(CollectiveContext& collective, std::byte* data, std::size_t byt
                  const Reduction& reduction, int root) {
   const int other = 1 - root;
   const std::size_t element = size_of(reduction.dtype);
-  const Pieces pieces{.total = bytes, .step = collective.tuning().chunk_bytes};
-  collective.open_rings(pieces.count(), collective.tuning().chunk_bytes);
+  const Pieces pieces{.total = bytes, .step = collective.begin_chunks(bytes)};
+  collective.open_rings(pieces.count(), pieces.step);
   const void** sources = collective.sources();
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (collective.rank() == other) {
       collective.await_room(root, c);
-      collectives::copy(collective.chunk(other, c), data + pieces.begin(c), pieces.length(c));
+      collective.team().copy(collective.chunk(other, c), data + pieces.begin(c), pieces.length(c));
       collective.filled(c);
       continue;
     }
@@ -38,8 +37,8 @@ void root_reduce(CollectiveContext& collective, std::byte* data, std::size_t byt
     sources[other] = collective.chunk(other, c);
     // The result is of no use in the ring, but storing it takes over the cache lines: see
     // common/cache_line.hpp.
-    reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction.dtype, reduction.op,
-           reduction.factor, {.second = collective.chunk(other, c)});
+    collective.team().reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction,
+                             {.second = collective.chunk(other, c)});
     collective.drained(c);
   }
 }
@@ -64,7 +63,10 @@ void reduce_to_root(CollectiveContext& collective, void* data, std::size_t count
   const Algorithm algorithm =
       collective.algorithm(Opcode::reduce, count * widest_between(topology, reduction));
   auto* const tensor = static_cast<std::byte*>(data);
-  if (algorithm == Algorithm::local) return reduce_local(data, count, reduction);
+  if (algorithm == Algorithm::local) {
+    collective.engage_team(bytes);
+    return reduce_local(collective, tensor, count, reduction);
+  }
   if (algorithm == Algorithm::staged) {
     if (collective.sends_partials()) return reduce_partials(collective, tensor, count, reduction, root);
     collective.reserve(bytes);

@@ -7,13 +7,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "algorithms/machine_chunks.hpp"
+#include "algorithms/chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/pipeline.hpp"
 #include "algorithms/staged_partials.hpp"
-#include "algorithms/staged_reduction.hpp"
 #include "collectives/collectives.hpp"
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 #include "kernels/kernels.hpp"
 
 namespace collectives {
@@ -68,6 +67,7 @@ class HierarchicalReduceScatter final : public Pipeline {
         partials_(partials),
         element_(partials.element()),
         step_(pieces.step) {
+    collective.engage_team(total_bytes(parts));
     const Topology& topology = collective.topology();
     index_.resize(parts.size());
     std::size_t remote = 0;
@@ -118,8 +118,8 @@ class HierarchicalReduceScatter final : public Pipeline {
     for (std::size_t r = 0; r < parts_.size(); ++r) {
       const int to = static_cast<int>(r);
       if (to == collective_.rank()) continue;
-      collectives::copy(contribution(collective_.rank(), c, to), part(to, c),
-                        pieces(to).length(c) * element_);
+      collective_.team().copy(contribution(collective_.rank(), c, to), part(to, c),
+                              pieces(to).length(c) * element_);
     }
   }
   void accumulate_for(int to, std::uint64_t c, std::byte* dst) {
@@ -127,8 +127,8 @@ class HierarchicalReduceScatter final : public Pipeline {
     for (std::size_t i = 0; i < local_.size(); ++i) {
       sources[i] = local_[i] == collective_.rank() ? part(to, c) : contribution(local_[i], c, to);
     }
-    accumulate(dst, sources, static_cast<int>(local_.size()), pieces(to).length(c), reduction_.dtype,
-               reduction_.op, reduction_.factor);
+    collective_.team().accumulate(dst, sources, static_cast<int>(local_.size()), pieces(to).length(c),
+                                  reduction_);
   }
   void reduce(std::uint64_t c) override {
     for (std::size_t r = 0; r < parts_.size(); ++r) {
@@ -160,10 +160,12 @@ class HierarchicalReduceScatter final : public Pipeline {
   void finish(std::uint64_t c) override {
     const int me = collective_.rank();
     const Pieces mine = pieces(me);
-    partials_.combine(output_ + mine.begin(c) * element_, mine.length(c), widened_, [&](std::size_t machine) {
-      if (machine != as_index(machine_)) return static_cast<const std::byte*>(received(c, me, machine));
-      return static_cast<const std::byte*>(single_rank() ? part(me, c) : partial(me, c, own_place_));
-    });
+    partials_.combine(
+        collective_.team(), output_ + mine.begin(c) * element_, mine.length(c), widened_,
+        [&](std::size_t machine) {
+          if (machine != as_index(machine_)) return static_cast<const std::byte*>(received(c, me, machine));
+          return static_cast<const std::byte*>(single_rank() ? part(me, c) : partial(me, c, own_place_));
+        });
   }
 
   std::byte* output_;
@@ -200,8 +202,9 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
   }
   const Algorithm algorithm = collective.algorithm(Opcode::reduce_scatter, total, for_machine);
   if (algorithm == Algorithm::local) {
-    if (output != mine.data) collectives::copy(output, mine.data, mine.bytes);
-    return reduce_local(output, mine.bytes / element, reduction);
+    collective.engage_team(mine.bytes);
+    if (output != mine.data) collective.team().copy(output, mine.data, mine.bytes);
+    return reduce_local(collective, output, mine.bytes / element, reduction);
   }
   const void** sources = collective.sources();
   if (algorithm == Algorithm::staged) {
@@ -245,18 +248,21 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
     return HierarchicalReduceScatter(collective, output, parts, reduction).run();
   }
   // A chunk holds a piece for each rank, at equal distances.
-  const std::size_t step = collective.piece_bytes();
+  const std::size_t step = collective.begin_pieces(total);
   const std::uint64_t chunks = Pieces{.total = longest_bytes(parts), .step = step}.count();
   collective.open_rings(chunks, static_cast<std::size_t>(ranks) * step);
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       collective.await_room(i);
-      for (int k = 1; k < ranks; ++k) {
-        const auto r = static_cast<std::size_t>((me + k) % ranks);
-        const Pieces pieces{.total = parts[r].bytes, .step = step};
-        collectives::copy(collective.chunk(me, i) + r * step, parts[r].data + pieces.begin(i),
-                          pieces.length(i));
-      }
+      collective.team().split_items(as_index(ranks - 1), step,
+                                    [&](std::size_t other, std::size_t begin, std::size_t end) {
+                                      const std::size_t r = (as_index(me + 1) + other) % as_index(ranks);
+                                      const Pieces pieces{.total = parts[r].bytes, .step = step};
+                                      end = std::min(end, pieces.length(i));
+                                      if (begin >= end) return;
+                                      collectives::copy(collective.chunk(me, i) + r * step + begin,
+                                                        parts[r].data + pieces.begin(i) + begin, end - begin);
+                                    });
       collective.filled(i);
     }
     if (i == 0) continue;
@@ -268,8 +274,8 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
                            : collective.chunk(r, c) + static_cast<std::size_t>(me) * step;
     }
     std::byte* taken = collective.chunk((me + 1) % ranks, c) + static_cast<std::size_t>(me) * step;
-    reduce(output + pieces.begin(c), sources, ranks, pieces.length(c) / element, reduction.dtype,
-           reduction.op, reduction.factor, {.second = taken});  // as in reduce.cpp, for its cache lines
+    collective.team().reduce(output + pieces.begin(c), sources, ranks, pieces.length(c) / element, reduction,
+                             {.second = taken});  // as in reduce.cpp, for its cache lines
     collective.drained(c);
   }
 }

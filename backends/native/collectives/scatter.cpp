@@ -1,6 +1,7 @@
 // scatter. Staged: the root stages everything, each other rank copies its part. Chunked: the root fills
 // chunks of its ring that hold a piece for each rank, the others drain theirs. Between machines the root
 // sends to every rank directly.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -19,7 +20,10 @@ void scatter(CollectiveContext& collective, std::byte* output, std::size_t bytes
   const std::size_t total = bytes * all;
   const CopyOut copy_out(collective, bytes);
   const Algorithm algorithm = collective.algorithm(Opcode::scatter, total);
-  if (algorithm == Algorithm::local) return copy_out(output, inputs[0].data, bytes);
+  if (algorithm == Algorithm::local) {
+    collective.engage_team(bytes);
+    return copy_out(output, inputs[0].data, bytes);
+  }
   if (algorithm == Algorithm::staged) {
     collective.reserve(total);
     if (sends) {
@@ -44,16 +48,17 @@ void scatter(CollectiveContext& collective, std::byte* output, std::size_t bytes
     }
     return pairwise_exchange(collective, received, sent, bytes);
   }
-  const Pieces pieces{.total = bytes, .step = collective.piece_bytes()};
+  const Pieces pieces{.total = bytes, .step = collective.begin_pieces(total)};
   collective.open_rings(pieces.count(), all * pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       collective.await_room(c);
-      for (std::size_t r = 0; r < all; ++r) {
-        if (r == static_cast<std::size_t>(me)) continue;
-        collectives::copy(collective.chunk(me, c) + r * pieces.step, inputs[r].data + pieces.begin(c),
-                          pieces.length(c));
-      }
+      collective.team().split_items(all, pieces.step, [&](std::size_t r, std::size_t begin, std::size_t end) {
+        end = std::min(end, pieces.length(c));
+        if (r == static_cast<std::size_t>(me) || begin >= end) return;
+        collectives::copy(collective.chunk(me, c) + r * pieces.step + begin,
+                          inputs[r].data + pieces.begin(c) + begin, end - begin);
+      });
       collective.filled(c);
       // While the others drain.
       copy_out(output + pieces.begin(c), inputs[static_cast<std::size_t>(me)].data + pieces.begin(c),

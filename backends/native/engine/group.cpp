@@ -123,7 +123,6 @@ void Group::refuse() const {
 }
 
 void Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
-  Task::note_issue();
   std::uint64_t idle = 0;
   if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) {
     return run_queued(request, timeout, interrupt);

@@ -18,8 +18,7 @@
 #include <vector>
 
 #include "common/clock.hpp"
-#include "common/dtype.hpp"
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
 
 namespace collectives {
 

@@ -7,7 +7,7 @@
 
 #include "algorithms/part.hpp"
 #include "common/clock.hpp"
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
 #include "engine/operation_record.hpp"
 #include "state/control_page.hpp"
 

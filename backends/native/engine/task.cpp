@@ -17,7 +17,6 @@ constexpr int kSpins = 100;
 
 std::uint64_t Task::next_id() noexcept {
   static std::atomic<std::uint64_t> last{0};
-  note_issue();
   return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
 }
 
@@ -82,7 +81,7 @@ bool Task::unfinish() noexcept {
 }
 
 void Task::notify(std::uint64_t group) {
-  Completions::instance().expect(id_, group, opcode_ != Opcode::none);
+  Completions::instance().expect(id_, group, !is_message());
   const std::uint32_t before = state_.fetch_or(kNotify, std::memory_order_acq_rel);
   if ((before & kFinished) != 0) Completions::instance().push(id_);
 }

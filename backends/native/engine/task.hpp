@@ -6,15 +6,46 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "common/clock.hpp"
+#include "common/codes.hpp"
 #include "common/error.hpp"
-#include "common/opcode.hpp"
 #include "common/thread.hpp"
-#include "engine/owner.hpp"
 #include "state/rank_context.hpp"
 
 namespace collectives {
+
+// What the memory of an operation belongs to.
+//
+// The core knows tensors by their addresses alone. Whoever issues an operation that outlives the call gives
+// it an owner, which keeps the memory until the operation is over and everybody has let go of it. The last
+// one may be any thread of the core, with any lock: `let_go` only sets the object aside.
+class Owner {
+ public:
+  using LetGo = void (*)(void*) noexcept;
+
+  Owner() = default;
+  Owner(void* object, LetGo let_go) noexcept : object_(object), let_go_(let_go) {}
+  Owner(Owner&& other) noexcept : object_(other.take()), let_go_(other.let_go_) {}
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+  Owner& operator=(Owner&&) = delete;
+  ~Owner() {
+    if (void* const object = take()) let_go_(object);
+  }
+
+  // The object, for whoever can let go of it better; null for all but the first. The operation must be over.
+  void* take() noexcept {
+    // Relaxed where it is gone: there is nothing to order. Acquire-release where several ask at once.
+    if (object_.load(std::memory_order_relaxed) == nullptr) return nullptr;
+    return object_.exchange(nullptr, std::memory_order_acq_rel);
+  }
+
+ private:
+  std::atomic<void*> object_{nullptr};
+  LetGo let_go_ = nullptr;
+};
 
 // Pending, then done or failed. Thread safe.
 class Task {
@@ -28,9 +59,8 @@ class Task {
   std::uint64_t id() const noexcept { return id_; }
   static std::uint64_t next_id() noexcept;
 
-  // How many operations the calling thread has issued, as far as somebody noted them; `next_id` does.
-  static std::uint64_t issued_here() noexcept { return issued_here_; }
-  static void note_issue() noexcept { ++issued_here_; }
+  // A send or a receive, else a collective.
+  bool is_message() const noexcept { return opcode_ == Opcode::none; }
 
   // Acquire: where it is true, the outputs are readable.
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
@@ -86,8 +116,6 @@ class Task {
   static constexpr std::uint32_t kNotify = 2;
   static constexpr std::uint32_t kWaited = 4;
   static constexpr std::uint32_t kObserved = 8;
-
-  static constinit inline thread_local std::uint64_t issued_here_ = 0;
 
   const std::uint64_t id_;
   const Opcode opcode_;

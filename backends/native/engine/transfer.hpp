@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "common/clock.hpp"
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 #include "engine/operation_record.hpp"
 #include "engine/task.hpp"
 

@@ -39,9 +39,13 @@ inline void store_vector(std::byte* to, V v) {
 // A vector of equal lanes. (Adding a scalar to a vector of zeros would lose the sign of -0.)
 template <class V, class T>
 inline V splat(T value) {
-  V v;
-  for (std::size_t i = 0; i < sizeof(V) / sizeof(T); ++i) v[i] = value;
-  return v;
+  if constexpr (__is_same(V, T)) {
+    return value;
+  } else {
+    V v;
+    for (std::size_t i = 0; i < sizeof(V) / sizeof(T); ++i) v[i] = value;
+    return v;
+  }
 }
 
 template <class To, class From>

@@ -89,15 +89,46 @@ DType component_of(DType dtype) {
   }
 }
 
-void run_partial(FoldKernel PartialKernels::* kernel, void* dst, const void* const* sources, int n,
-                 std::size_t count, DType dtype, ReduceOp op, double factor) {
+bool is_floating(DType dtype) { return !is_integer(dtype) && dtype != DType::boolean; }
+
+// Which phase of a reduction: elements to elements, elements to accumulators, or these to elements.
+enum class Phase : std::uint8_t { whole, beginning, ending };
+
+// The conversion to and from accumulators that are not the elements themselves; null for those that are. An
+// integer has such ones for AVG alone.
+const Conversion* conversion_of(const InstructionSet& set, DType element, ReduceOp op) {
+  const Conversion& conversion = set.conversions[static_cast<int>(element)];
+  if (conversion.widen == nullptr || (op != ReduceOp::avg && !is_floating(element))) return nullptr;
+  return &conversion;
+}
+
+void run(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
+         double factor, const ReduceOptions& options, Phase phase) {
   const InstructionSet& set = instruction_set();
   if (count == 0) return;
   const DType element = component_of(dtype);
   if (element != dtype) count *= 2;
+  const Conversion* conversion = conversion_of(set, element, op);
+  const bool begins = phase == Phase::beginning;
+  const bool ends = phase == Phase::ending;
+  if (op == ReduceOp::avg && is_floating(element) && phase != Phase::whole) {
+    op = begins ? ReduceOp::premul_sum : kDescaled;
+    if (begins) factor = 1 / power_from(factor);
+  } else if ((op == ReduceOp::avg && begins) || (op == ReduceOp::premul_sum && ends)) {
+    op = ReduceOp::sum;
+  }
   const DefaultFloatEnvironment environment;
-  const PartialKernels& kernels = set.partial[static_cast<int>(element)][static_cast<int>(op)];
-  (kernels.*kernel)(static_cast<std::byte*>(dst), sources, n, count, factor);
+  auto* const result = static_cast<std::byte*>(dst);
+  auto* const second = static_cast<std::byte*>(options.second);
+  const auto* const next = static_cast<const std::byte*>(options.next);
+  const ReduceKernel kernel = set.reduce[static_cast<int>(element)][static_cast<int>(op)];
+  if (conversion == nullptr || (phase == Phase::whole && kernel != nullptr)) {
+    return kernel(result, second, next, sources, n, count * size_of(element), factor);
+  }
+  const int domain = static_cast<int>(conversion->domain);
+  const Conversion& kept = set.kept[domain];
+  set.converting[domain][static_cast<int>(op)](result, second, next, sources, n, count, factor,
+                                               ends ? kept : *conversion, begins ? kept : *conversion);
 }
 
 }  // namespace
@@ -105,39 +136,36 @@ void run_partial(FoldKernel PartialKernels::* kernel, void* dst, const void* con
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
             double factor, const ReduceOptions& options) {
   check(n, dtype, op, factor);
-  const InstructionSet& set = instruction_set();
-  if (count == 0) return;
   if (n == 1 && op != ReduceOp::avg && op != ReduceOp::premul_sum) {
+    static_cast<void>(instruction_set());  // which throws where the variable is wrong
     for (void* to : {dst, options.second}) {
-      if (to != nullptr && to != sources[0]) std::memcpy(to, sources[0], count * size_of(dtype));
+      if (to != nullptr && to != sources[0] && count != 0) {
+        std::memcpy(to, sources[0], count * size_of(dtype));
+      }
     }
     return;
   }
-  const DType element = component_of(dtype);
-  if (element != dtype) count *= 2;
-  const DefaultFloatEnvironment environment;
-  const ReduceKernel kernel = set.reduce[static_cast<int>(element)][static_cast<int>(op)];
-  kernel(static_cast<std::byte*>(dst), static_cast<std::byte*>(options.second),
-         static_cast<const std::byte*>(options.next), sources, n, count, factor);
+  run(dst, sources, n, count, dtype, op, factor, options, Phase::whole);
 }
 
 std::size_t accumulator_bytes(DType dtype, ReduceOp op) {
   const DType element = component_of(dtype);
-  const std::size_t components = element == dtype ? 1 : 2;
-  return components *
-         isa_default::kInstructionSet.partial[static_cast<int>(element)][static_cast<int>(op)].bytes;
+  const InstructionSet& set = isa_default::kInstructionSet;
+  const Conversion* conversion = conversion_of(set, element, op);
+  if (conversion == nullptr) return size_of(dtype);
+  return (element == dtype ? 1 : 2) * set.kept[static_cast<int>(conversion->domain)].element_bytes;
 }
 
 void accumulate(void* partial, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
                 double factor) {
   check(n, dtype, op, factor);
-  run_partial(&PartialKernels::accumulate, partial, sources, n, count, dtype, op, factor);
+  run(partial, sources, n, count, dtype, op, factor, {}, Phase::beginning);
 }
 
 void combine(void* dst, const void* const* partials, int n, std::size_t count, DType dtype, ReduceOp op,
              double factor) {
   check(n, dtype, op, factor);
-  run_partial(&PartialKernels::combine, dst, partials, n, count, dtype, op, factor);
+  run(dst, partials, n, count, dtype, op, factor, {}, Phase::ending);
 }
 
 void copy(void* dst, const void* src, std::size_t bytes, const void* next) {

@@ -13,7 +13,7 @@
 
 #include <cstddef>
 
-#include "common/dtype.hpp"
+#include "common/codes.hpp"
 
 namespace collectives {
 

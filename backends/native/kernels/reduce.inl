@@ -53,8 +53,7 @@ template <class Format>
 struct ScaledAverage : Average<Format> {
   using Register = typename Format::Register;
   explicit ScaledAverage(double factor) : Average<Format>(factor) {
-    double power = 1;
-    while (power < factor) power *= 2;
+    const double power = power_from(factor);
     up = splat<Register>(static_cast<typename Format::Element>(power));
     down = splat<Register>(static_cast<typename Format::Element>(1 / power));
   }
@@ -80,6 +79,14 @@ struct PremulSum : Sum<Format> {
       : Sum<Format>(value), factor(splat<Register>(static_cast<typename Format::Element>(value))) {}
   Register enter(Register x) const { return x * factor; }
   Register factor;
+};
+
+// ScaledAverage of terms that PremulSum has multiplied by its power of two.
+template <class Format>
+struct Descaled : ScaledAverage<Format> {
+  using ScaledAverage<Format>::ScaledAverage;
+  using Register = typename Format::Register;
+  Register enter(Register x) const { return x; }
 };
 
 template <class Format>
@@ -127,6 +134,13 @@ struct Xor : Identity<Format> {
   Register combine(Register a, Register x) const { return a ^ x; }
 };
 
+template <class Register>
+inline bool all_zero(Register v) {
+  bool all = true;
+  for (std::size_t i = 0; i < sizeof(Register) / sizeof(v[0]); ++i) all = all & (v[i] == 0);
+  return all;
+}
+
 // The accumulators of kSteps steps.
 template <class Format, int kSteps>
 struct Accumulators {
@@ -163,17 +177,15 @@ struct Accumulators {
     }
   }
 
-  // Whether no element is infinite or NaN: such an element less itself is NaN, any other one zero.
-  bool finite() const {
-    Register sum = steps[0][0] - steps[0][0];
+  // The sum of each element less itself, which is NaN for one that is infinite or NaN and zero for any other.
+  Register excess() const {
+    Register sum{};
 #pragma GCC unroll 8
     for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 4
       for (int p = 0; p < Format::kParts; ++p) sum += steps[s][p] - steps[s][p];
     }
-    bool all = true;
-    for (std::size_t i = 0; i < sizeof(Register) / sizeof(sum[0]); ++i) all = all & (sum[i] == 0);
-    return all;
+    return sum;
   }
 
   // Takes those elements from `others` that are infinite or NaN here.
@@ -234,7 +246,8 @@ inline void reduce_chunk(std::byte* dst, std::byte* second, const void* const* s
     accumulators.end(op);
     using Repairing = typename Repair<Op>::Type;
     if constexpr (!__is_same(Repairing, void)) {
-      if (!accumulators.finite()) repair<Format, Repairing>(accumulators, sources, n, offset, factor);
+      if (!all_zero(accumulators.excess()))
+        repair<Format, Repairing>(accumulators, sources, n, offset, factor);
     }
     accumulators.store(dst + offset);
     if (second != nullptr) accumulators.store(second + offset);
@@ -247,7 +260,7 @@ inline void reduce_chunk(std::byte* dst, std::byte* second, const void* const* s
 // these may be any of them.
 template <class Format, template <class> class OpOf>
 void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, const void* const* sources,
-                   int n, std::size_t count, double factor) {
+                   int n, std::size_t bytes, double factor) {
   using Op = OpOf<Format>;
   constexpr int kSteps = 8 / Format::kParts;
   using Step = Accumulators<Format, 1>;
@@ -255,7 +268,6 @@ void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, con
   constexpr std::size_t kBlock = kBlockBytes / sizeof(Chunk) * Chunk::kBytes;
 
   const Op op(factor);
-  const std::size_t bytes = count * Format::kElementBytes;
   const std::size_t whole = bytes - bytes % Step::kBytes;
   alignas(kVectorBytes) std::byte carried[kBlockBytes];
   for (std::size_t block = 0; block < whole; block += kBlock) {
@@ -292,7 +304,7 @@ void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, con
   reduce_rest(accumulators, op);
   using Repairing = typename Repair<Op>::Type;
   if constexpr (!__is_same(Repairing, void)) {
-    if (!accumulators.finite()) {
+    if (!all_zero(accumulators.excess())) {
       Step again;
       reduce_rest(again, Repairing(factor));
       accumulators.replace(again);
@@ -303,97 +315,63 @@ void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, con
   if (second != nullptr) __builtin_memcpy(second + whole, padded, rest);
 }
 
-// Integer AVG. `Wide` holds every sum of kMaxAveragedIntegers elements exactly: float64 for elements of up to
-// 32 bits, where the truncated quotient is exact as well: a quotient that is not an integer differs from the
-// next one by at least 2^-53 of itself.
-template <class T, class Wide, class Divisor>
-void average_kernel(std::byte* dst, std::byte* second, const std::byte*, const void* const* sources, int n,
-                    std::size_t count, double factor) {
-  constexpr std::size_t kBlock = 512;
-  const auto divisor = static_cast<Divisor>(factor);
-  for (std::size_t begin = 0; begin < count; begin += kBlock) {
-    const std::size_t size = count - begin < kBlock ? count - begin : kBlock;
-    Wide sums[kBlock];
-    for (int k = 0; k < n; ++k) {
-      const std::byte* from = at(sources[k], begin * sizeof(T));
-      for (std::size_t i = 0; i < size; ++i) {
-        T x;
-        __builtin_memcpy(&x, from + i * sizeof(T), sizeof(T));
-        sums[i] = k == 0 ? static_cast<Wide>(x) : sums[i] + static_cast<Wide>(x);
-      }
-    }
-    std::byte* to = dst + begin * sizeof(T);
-    for (std::size_t i = 0; i < size; ++i) {
-      const T x = static_cast<T>(static_cast<std::int64_t>(sums[i] / divisor));
-      __builtin_memcpy(to + i * sizeof(T), &x, sizeof(T));
-    }
-    if (second != nullptr) __builtin_memcpy(second + begin * sizeof(T), to, size * sizeof(T));
-  }
-}
-
-__extension__ typedef __int128 Int128;
-
-#include "kernels/partial.inl"
-
-constexpr ReduceKernel* entry(InstructionSet& set, DType dtype, ReduceOp op) {
-  return &set.reduce[static_cast<int>(dtype)][static_cast<int>(op)];
-}
-
-template <class Format, template <class> class OpOf>
-constexpr void add_partial(InstructionSet& set, DType dtype, ReduceOp op) {
-  using Elements = InOrder<Format>;
-  using Accumulated = Carried<Elements>;
-  PartialKernels& kernels = set.partial[static_cast<int>(dtype)][static_cast<int>(op)];
-  kernels.accumulate = fold_kernel<Elements, Accumulated, Beginning<OpOf<Elements>>>;
-  kernels.combine = fold_kernel<Accumulated, Elements, Ending<OpOf<Elements>>>;
-  kernels.bytes = sizeof(typename Format::Element);
-}
+#include "kernels/converting.inl"
 
 template <class Format, template <class> class OpOf>
 constexpr void add(InstructionSet& set, DType dtype, ReduceOp op) {
-  *entry(set, dtype, op) = reduce_kernel<Format, OpOf>;
-  add_partial<Format, OpOf>(set, dtype, op);
+  set.reduce[static_cast<int>(dtype)][static_cast<int>(op)] = reduce_kernel<Format, OpOf>;
 }
 
-template <class T, class Wide, class Divisor>
-constexpr void add_average(InstructionSet& set, DType dtype) {
-  *entry(set, dtype, ReduceOp::avg) = average_kernel<T, Wide, Divisor>;
-  PartialKernels& kernels = set.partial[static_cast<int>(dtype)][static_cast<int>(ReduceOp::avg)];
-  kernels.accumulate = sum_exactly_kernel<T, Wide>;
-  kernels.combine = divide_sums_kernel<T, Wide, Divisor>;
-  kernels.bytes = sizeof(Wide);
+template <class Format>
+constexpr void add_sums(InstructionSet& set, DType dtype) {
+  add<Format, Sum>(set, dtype, ReduceOp::sum);
+  add<Format, Average>(set, dtype, ReduceOp::avg);
 }
 
 template <class Format>
 constexpr void add_floating(InstructionSet& set, DType dtype) {
-  add<Format, Sum>(set, dtype, ReduceOp::sum);
-  add<Format, Average>(set, dtype, ReduceOp::avg);
+  add_sums<Format>(set, dtype);
   add<Format, Product>(set, dtype, ReduceOp::product);
   add<Format, Min>(set, dtype, ReduceOp::min);
   add<Format, Max>(set, dtype, ReduceOp::max);
   add<Format, PremulSum>(set, dtype, ReduceOp::premul_sum);
 }
 
-// Wrapping arithmetic and bits know no sign, so that both types share the unsigned kernels.
+// Wrapping arithmetic knows no sign, so that both types share the unsigned kernels; bits know no width
+// either.
 template <class Unsigned>
 constexpr void add_integer(InstructionSet& set, DType dtype) {
-  using Format = Integer<Unsigned>;
-  add<Format, Sum>(set, dtype, ReduceOp::sum);
-  add<Format, Product>(set, dtype, ReduceOp::product);
-  add<Format, And>(set, dtype, ReduceOp::band);
-  add<Format, Or>(set, dtype, ReduceOp::bor);
-  add<Format, Xor>(set, dtype, ReduceOp::bxor);
+  add<Integer<Unsigned>, Sum>(set, dtype, ReduceOp::sum);
+  add<Integer<Unsigned>, Product>(set, dtype, ReduceOp::product);
+  add<Integer<std::uint64_t>, And>(set, dtype, ReduceOp::band);
+  add<Integer<std::uint64_t>, Or>(set, dtype, ReduceOp::bor);
+  add<Integer<std::uint64_t>, Xor>(set, dtype, ReduceOp::bxor);
 }
 
-template <class T, class Wide, class Divisor>
-constexpr void add_ordered(InstructionSet& set, DType dtype) {
+template <class T, class Unsigned, class Wide>
+constexpr void add_ordered(InstructionSet& set, DType dtype, Domain domain) {
   add<Integer<T>, Min>(set, dtype, ReduceOp::min);
   add<Integer<T>, Max>(set, dtype, ReduceOp::max);
-  add_average<T, Wide, Divisor>(set, dtype);
+  set.conversions[static_cast<int>(dtype)] = {widen_integers<T, Wide>, narrow_integers<Unsigned, Wide>,
+                                              sizeof(T), domain};
+}
+
+template <class Format>
+constexpr void add_small(InstructionSet& set, DType dtype) {
+  using Elements = InOrder<Format>;
+  set.conversions[static_cast<int>(dtype)] = {widen_floats<Elements>, narrow_floats<Elements>,
+                                              Format::kElementBytes, Domain::float32};
+}
+
+template <class Format, template <class> class AverageOf>
+constexpr void add_domain(InstructionSet& set, Domain domain) {
+  set.kept[static_cast<int>(domain)] = {nullptr, nullptr, sizeof(typename Format::Element), domain};
+  add_converting<Format, Sum>(set, domain, ReduceOp::sum);
+  add_converting<Format, AverageOf>(set, domain, ReduceOp::avg);
 }
 
 constexpr InstructionSet make_instruction_set() noexcept {
-  InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_fetching, copy_past_cache};
+  InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, {}, {}, copy_fetching, copy_past_cache};
 
   add<Boolean, Or>(set, DType::boolean, ReduceOp::sum);
   add<Boolean, Or>(set, DType::boolean, ReduceOp::max);
@@ -411,24 +389,40 @@ constexpr InstructionSet make_instruction_set() noexcept {
   add_integer<std::uint32_t>(set, DType::int32);
   add_integer<std::uint64_t>(set, DType::uint64);
   add_integer<std::uint64_t>(set, DType::int64);
-  add_ordered<std::uint8_t, double, double>(set, DType::uint8);
-  add_ordered<std::int8_t, double, double>(set, DType::int8);
-  add_ordered<std::uint16_t, double, double>(set, DType::uint16);
-  add_ordered<std::int16_t, double, double>(set, DType::int16);
-  add_ordered<std::uint32_t, double, double>(set, DType::uint32);
-  add_ordered<std::int32_t, double, double>(set, DType::int32);
-  add_ordered<std::uint64_t, Int128, std::int64_t>(set, DType::uint64);
-  add_ordered<std::int64_t, Int128, std::int64_t>(set, DType::int64);
+  add_ordered<std::uint8_t, std::uint8_t, double>(set, DType::uint8, Domain::float64);
+  add_ordered<std::int8_t, std::uint8_t, double>(set, DType::int8, Domain::float64);
+  add_ordered<std::uint16_t, std::uint16_t, double>(set, DType::uint16, Domain::float64);
+  add_ordered<std::int16_t, std::uint16_t, double>(set, DType::int16, Domain::float64);
+  add_ordered<std::uint32_t, std::uint32_t, double>(set, DType::uint32, Domain::float64);
+  add_ordered<std::int32_t, std::uint32_t, double>(set, DType::int32, Domain::float64);
+  add_ordered<std::uint64_t, std::uint64_t, Int128>(set, DType::uint64, Domain::int128);
+  add_ordered<std::int64_t, std::uint64_t, Int128>(set, DType::int64, Domain::int128);
 
   add_floating<Float16>(set, DType::float16);
   add_floating<BFloat16>(set, DType::bfloat16);
   add_floating<Float<float>>(set, DType::float32);
   add_floating<Float<double>>(set, DType::float64);
-  add_floating<SmallFloat<Float8E4M3FN>>(set, DType::float8_e4m3fn);
-  add_floating<SmallFloat<Float8E5M2>>(set, DType::float8_e5m2);
-  add_floating<SmallFloat<Float8E4M3FNUZ>>(set, DType::float8_e4m3fnuz);
-  add_floating<SmallFloat<Float8E5M2FNUZ>>(set, DType::float8_e5m2fnuz);
-  add_floating<Float8E8M0FNU>(set, DType::float8_e8m0fnu);
+  add<Float<float>, Descaled>(set, DType::float32, kDescaled);
+  add<Float<double>, Descaled>(set, DType::float64, kDescaled);
+
+  add_small<Float16>(set, DType::float16);
+  add_small<BFloat16>(set, DType::bfloat16);
+  add_small<SmallFloat<Float8E4M3FN>>(set, DType::float8_e4m3fn);
+  add_sums<SmallFloat<Float8E4M3FN>>(set, DType::float8_e4m3fn);
+  add_small<SmallFloat<Float8E5M2>>(set, DType::float8_e5m2);
+  add_sums<SmallFloat<Float8E5M2>>(set, DType::float8_e5m2);
+  add_small<SmallFloat<Float8E4M3FNUZ>>(set, DType::float8_e4m3fnuz);
+  add_small<SmallFloat<Float8E5M2FNUZ>>(set, DType::float8_e5m2fnuz);
+  add_small<Float8E8M0FNU>(set, DType::float8_e8m0fnu);
+
+  add_domain<Exact, Quotient>(set, Domain::int128);
+  add_domain<Float<double>, Quotient>(set, Domain::float64);
+  add_domain<Float<float>, Average>(set, Domain::float32);
+  add_converting<Float<float>, Product>(set, Domain::float32, ReduceOp::product);
+  add_converting<Float<float>, Min>(set, Domain::float32, ReduceOp::min);
+  add_converting<Float<float>, Max>(set, Domain::float32, ReduceOp::max);
+  add_converting<Float<float>, PremulSum>(set, Domain::float32, ReduceOp::premul_sum);
+  add_converting<Float<float>, Descaled>(set, Domain::float32, kDescaled);
   return set;
 }
 

@@ -1,9 +1,15 @@
-// A file descriptor with one owner.
+// File descriptors with one owner, and what is made of them.
 #pragma once
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdint>
+#include <memory>
 #include <utility>
+
+#include "common/error.hpp"
 
 namespace collectives {
 
@@ -34,5 +40,42 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// An eventfd: wakes threads that wait in poll() or epoll.
+
+inline Descriptor make_event() {
+  Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event) throw Error(ErrorKind::resources, with_errno("eventfd failed", errno));
+  return event;
+}
+
+// Makes it readable. An empty descriptor is left alone, here and below.
+inline void signal_event(const Descriptor& event) noexcept {
+  const std::uint64_t one = 1;
+  // It fails only where it is readable anyway.
+  if (event) static_cast<void>(!::write(event.get(), &one, sizeof(one)));
+}
+
+inline void clear_event(const Descriptor& event) noexcept {
+  std::uint64_t count = 0;
+  if (event) static_cast<void>(!::read(event.get(), &count, sizeof(count)));
+}
+
+// Descriptors that a forked child must not hold, because a connection ends only when all its holders are
+// gone: with a copy in a child that lives on, nobody would notice the parent's death.
+
+// From now on a forked child closes it at once. Thread safe.
+void close_on_fork(int descriptor);
+
+// To be called before the descriptor is closed.
+void cancel_close_on_fork(int descriptor) noexcept;
+
+// The descriptor of another process (a pidfd), of which this process keeps one for all its groups.
+
+using ProcessDescriptor = std::shared_ptr<const Descriptor>;
+
+// Takes a descriptor that another process sent. Returns the one that this process has already for the same
+// process, if any, and closes the new one then; empty for an empty one.
+ProcessDescriptor share_process(Descriptor process);
 
 }  // namespace collectives

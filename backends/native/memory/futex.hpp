@@ -29,9 +29,14 @@ inline bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
   return ::syscall(SYS_futex, &word, FUTEX_WAIT | flag, expected, &limit, nullptr, 0) == 0 || errno != EINTR;
 }
 
-inline void futex_wake_all(std::atomic<std::uint32_t>& word, FutexScope scope) noexcept {
+// Wakes at most `count` threads.
+inline void futex_wake(std::atomic<std::uint32_t>& word, int count, FutexScope scope) noexcept {
   const int flag = scope == FutexScope::process ? FUTEX_PRIVATE_FLAG : 0;
-  ::syscall(SYS_futex, &word, FUTEX_WAKE | flag, INT_MAX, nullptr, nullptr, 0);
+  ::syscall(SYS_futex, &word, FUTEX_WAKE | flag, count, nullptr, nullptr, 0);
+}
+
+inline void futex_wake_all(std::atomic<std::uint32_t>& word, FutexScope scope) noexcept {
+  futex_wake(word, INT_MAX, scope);
 }
 
 }  // namespace collectives

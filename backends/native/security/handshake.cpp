@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <exception>
 #include <utility>
 
 #include "common/error.hpp"
@@ -16,14 +17,40 @@ namespace {
 
 constexpr std::string_view kDialler = "dial";
 constexpr std::string_view kAcceptor = "accept";
+constexpr std::string_view kDiffers = "differ";
+constexpr std::size_t kSuiteBytes = 1;
+// What both ends derive.
+constexpr std::string_view kOfDialler = "secret of the dialler";
+constexpr std::string_view kOfAcceptor = "secret of the acceptor";
 
-// A few bytes, for which a new connection has room.
+// A few bytes, for which a new connection has room. Where it has not, errno says why.
 bool send_whole(int socket, std::string_view bytes) noexcept {
-  return ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
-         static_cast<ssize_t>(bytes.size());
+  const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent == static_cast<ssize_t>(bytes.size())) return true;
+  if (sent >= 0) errno = EAGAIN;
+  return false;
 }
 
 }  // namespace
+
+void check_encryption() {
+  const KeyPair key;
+  for (const CipherSuite suite : {CipherSuite::aes_256_gcm, CipherSuite::chacha20_poly1305}) {
+    const RecordCipher cipher(RecordCipher::Role::seals, suite, std::string(kSecretBytes, '\0'));
+  }
+}
+
+bool can_encrypt() noexcept {
+  static const bool kCan = [] {
+    try {
+      check_encryption();
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }();
+  return kCan;
+}
 
 std::string make_nonce() {
   std::string bytes(kNonceBytes, '\0');
@@ -48,24 +75,54 @@ bool same_bytes(std::string_view one, std::string_view other) noexcept {
 Handshake::Handshake(Stage stage, std::string key, std::string begin)
     : stage_(stage), key_(std::move(key)), begin_(std::move(begin)) {}
 
-Handshake Handshake::accept(std::string key, std::string begin, std::size_t hello_bytes) {
+Handshake Handshake::accept(std::string key, std::string begin, std::size_t hello_bytes, Takes takes) {
   Handshake made(Stage::await_hello, std::move(key), std::move(begin));
-  made.expected_ = hello_bytes + kNonceBytes;
+  made.takes_ = takes;
+  made.expected_ = hello_bytes + kSuiteBytes + kNonceBytes;
   return made;
 }
 
-Handshake Handshake::dial(std::string key, std::string hello) {
+Handshake Handshake::dial(std::string key, std::string hello, CipherSuite suite) {
   Handshake made(Stage::say_hello, std::move(key), {});
-  made.hello_ = std::move(hello) + make_nonce();
+  made.dials_ = true;
+  made.hello_ = std::move(hello) + static_cast<char>(suite);
+  made.hello_ += made.fresh_bytes(suite != CipherSuite::none);
   return made;
 }
 
 std::string_view Handshake::hello() const noexcept {
-  return std::string_view(hello_).substr(0, hello_.size() - std::min(kNonceBytes, hello_.size()));
+  constexpr std::size_t kRest = kSuiteBytes + kNonceBytes;
+  return std::string_view(hello_).substr(0, hello_.size() - std::min(kRest, hello_.size()));
+}
+
+CipherSuite Handshake::suite() const noexcept {
+  return static_cast<CipherSuite>(hello_[hello_.size() - kNonceBytes - kSuiteBytes]);
+}
+
+std::string Handshake::fresh_bytes(bool public_key) {
+  if (!public_key) return make_nonce();
+  key_pair_.emplace();
+  return key_pair_->public_key();
 }
 
 std::string Handshake::proof(std::string_view role) const {
   return hmac_sha256(key_, std::string(role) + hello_ + nonce_);
+}
+
+Channel Handshake::channel(int socket, std::size_t batch) const {
+  if (suite() == CipherSuite::none) return Channel(socket);
+  if (!key_pair_) throw Error(ErrorKind::network, "the handshake has not come to the public keys");
+  const std::string theirs = dials_ ? nonce_ : hello_.substr(hello_.size() - kNonceBytes);
+  const std::string shared = key_pair_->shared_with(theirs);
+  if (shared.empty()) throw Error(ErrorKind::network, "the other end has sent no public key of X25519");
+  const std::string extracted = hmac_sha256(key_, shared);
+  const auto expanded = [&](std::string_view purpose) {
+    return hmac_sha256(extracted, std::string(purpose) + hello_ + nonce_ + '\x01');
+  };
+  SessionSecrets secrets{
+      .suite = suite(), .outgoing = expanded(kOfDialler), .incoming = expanded(kOfAcceptor)};
+  if (!dials_) std::swap(secrets.outgoing, secrets.incoming);
+  return {socket, std::move(secrets), batch};
 }
 
 bool Handshake::confirm(int socket) const { return send_whole(socket, proof(kAcceptor)); }
@@ -76,24 +133,42 @@ void Handshake::expect(Stage stage, std::size_t bytes) {
   input_.clear();
 }
 
+Handshake::Status Handshake::said(int socket, std::string_view bytes) {
+  if (send_whole(socket, bytes)) return Status::goes_on;
+  ended_ = true;
+  error_ = errno;
+  return Status::refused;
+}
+
 Handshake::Status Handshake::advance(int socket) {
   switch (stage_) {
     case Stage::say_hello:
       expect(Stage::await_nonce, kNonceBytes);
-      return send_whole(socket, hello_) ? Status::goes_on : Status::refused;
+      return said(socket, hello_);
     case Stage::await_nonce:
       nonce_ = input_;
       expect(Stage::await_acceptance, kDigestBytes);
-      return send_whole(socket, proof(kDialler)) ? Status::goes_on : Status::refused;
+      return said(socket, proof(kDialler));
     case Stage::await_acceptance:
+      if (same_bytes(input_, proof(kDiffers))) return Status::differs;
       return same_bytes(input_, proof(kAcceptor)) ? Status::proved : Status::refused;
     case Stage::await_hello:
       hello_ = input_;
-      nonce_ = make_nonce();
+      if (suite() > CipherSuite::chacha20_poly1305) return Status::refused;
+      // Where it does not encrypt, random bytes do: it will not take the connection.
+      try {
+        nonce_ = fresh_bytes(takes_.encrypted && suite() != CipherSuite::none);
+      } catch (const Error& error) {  // whoever is there, even a stranger, is to be told nothing of it
+        trouble_ = error.message();
+        return Status::refused;
+      }
       expect(Stage::await_proof, kDigestBytes);
-      return send_whole(socket, nonce_) ? Status::goes_on : Status::refused;
+      return said(socket, nonce_);
     case Stage::await_proof:
-      return same_bytes(input_, proof(kDialler)) ? Status::asks : Status::refused;
+      if (!same_bytes(input_, proof(kDialler))) return Status::refused;
+      if (suite() == CipherSuite::none ? takes_.clear : takes_.encrypted) return Status::asks;
+      static_cast<void>(send_whole(socket, proof(kDiffers)));
+      return Status::differs;
   }
   return Status::refused;
 }

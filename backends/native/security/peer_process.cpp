@@ -19,13 +19,12 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
-
-#include "security/own_user.hpp"
 
 namespace collectives {
 namespace {
@@ -181,6 +180,45 @@ PeerProcess peer_process(int socket) try {
 } catch (const std::system_error& error) {
   errno = error.code().value();
   return PeerProcess::unknown;
+}
+
+namespace {
+
+uid_t overflow_user() {
+  uid_t user = 65534;
+  std::ifstream("/proc/sys/kernel/overflowuid") >> user;
+  return user;
+}
+
+bool knows_all_users() {
+  std::ifstream map("/proc/self/uid_map");
+  std::uint64_t here = 1;
+  std::uint64_t outside = 1;
+  std::uint64_t count = 0;
+  map >> here >> outside >> count;
+  return map && here == 0 && outside == 0 && count == std::numeric_limits<std::uint32_t>::max();
+}
+
+}  // namespace
+
+bool is_own_user(uid_t user) {
+  if (user != ::geteuid()) return false;
+  static const uid_t kOverflow = overflow_user();
+  return user != kOverflow || knows_all_users();
+}
+
+bool within_machine(int socket) {
+  Ends own;
+  __be16 port = 0;
+  own.family = read_end(::getsockname, socket, own.source, port);
+  if (own.family == 0 || read_end(::getpeername, socket, own.peer, port) != own.family) return false;
+  if (std::equal(std::begin(own.source), std::end(own.source), std::begin(own.peer))) return true;
+  const auto is_loopback = [&](const __be32* address) {
+    constexpr unsigned kLoopback = 127;
+    if (own.family == AF_INET) return ntohl(address[0]) >> 24 == kLoopback;
+    return std::memcmp(address, &in6addr_loopback, sizeof(in6addr_loopback)) == 0;
+  };
+  return is_loopback(own.source) && is_loopback(own.peer);
 }
 
 }  // namespace collectives

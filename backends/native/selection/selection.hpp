@@ -25,7 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
 #include "selection/tuning.hpp"
 
 namespace collectives {
@@ -68,15 +68,35 @@ constexpr Algorithm select_algorithm(Opcode opcode, const Tuning& tuning, int ra
   return Algorithm::chunked;
 }
 
+// A long message has so many bytes for each thread that works on it: with less, waking a thread would cost
+// what it spares.
+inline constexpr std::uint64_t kBytesPerThread = 256 * kKiB;
+
+constexpr std::uint64_t threads_for(std::uint64_t threads, std::uint64_t bytes) noexcept {
+  if (threads <= 1 || bytes < 2 * kBytesPerThread) return 1;
+  return std::min(threads, bytes / kBytesPerThread);
+}
+
+// Bytes of a chunk of a message of `bytes` in all. Several threads share one, so that it is longer: each part
+// of it is to be worth handing out.
+constexpr std::size_t chunk_bytes_for(const Tuning& tuning, std::uint64_t bytes) noexcept {
+  constexpr std::uint64_t kMostBytes = 256 * kKiB;  // as tuning.cpp
+  const std::uint64_t threads = threads_for(tuning.threads, bytes);
+  if (threads == 1) return tuning.chunk_bytes;
+  const std::uint64_t most = std::min(kMostBytes, tuning.ring_bytes / 4 / 4096 * 4096);
+  const std::uint64_t wanted = threads < most / tuning.chunk_bytes ? threads * tuning.chunk_bytes : most;
+  return std::max(tuning.chunk_bytes, wanted);
+}
+
 // Bytes of a chunk that is cut into slices: enough chunks to overlap, none too short to be worth its
 // synchronisation.
 constexpr std::size_t sliced_chunk_bytes(const Tuning& tuning, std::size_t bytes) noexcept {
   constexpr std::size_t kUnit = 4096;
   const auto round_up = [](std::size_t value) { return (value + kUnit - 1) / kUnit * kUnit; };
   if (bytes <= tuning.unsplit_bytes) return round_up(bytes);
+  const std::size_t most = chunk_bytes_for(tuning, bytes);
   return std::clamp<std::size_t>(round_up(bytes / tuning.chunks_wanted),
-                                 std::min(tuning.shortest_chunk_bytes, tuning.chunk_bytes),
-                                 tuning.chunk_bytes);
+                                 std::min<std::size_t>(tuning.shortest_chunk_bytes, most), most);
 }
 
 }  // namespace collectives

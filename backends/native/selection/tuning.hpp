@@ -28,6 +28,9 @@ struct Tuning {
   std::uint64_t spin_us;
   std::uint64_t background_spin_us;
   std::uint64_t yields;
+  // Of the rank that has the most, for a long message: ranks cut it alike. Not in the table: it comes of the
+  // ranks' cores, not of a file.
+  std::uint64_t threads = 1;
 
   bool operator==(const Tuning&) const = default;
 };

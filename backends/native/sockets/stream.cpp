@@ -1,6 +1,5 @@
 #include "sockets/stream.hpp"
 
-#include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -21,7 +20,7 @@ constexpr std::size_t kBytesPerCall = 1 << 20;
 
 }  // namespace
 
-Stream::Stream(int peer, std::vector<Descriptor> sockets) : peer_(peer), sockets_(std::move(sockets)) {
+Stream::Stream(int peer, std::vector<Connection> sockets) : peer_(peer), sockets_(std::move(sockets)) {
   for (std::size_t k = 0; k < sockets_.size(); ++k) {
     outgoing_.next.push_back(k * kStripe);
     incoming_.next.push_back(k * kStripe);
@@ -68,12 +67,10 @@ bool Stream::pump(Flow& flow, Move&& move) {
         vectors[count++] = {.iov_base = piece->data + skipped, .iov_len = length};
         asked += length;
       }
-      msghdr message{};
-      message.msg_iov = vectors;
-      message.msg_iovlen = count;
-      const ssize_t size = move(sockets_[k].get(), message);
+      const ssize_t size = move(sockets_[k].channel, vectors, count);
       if (size < 0 && errno == EINTR) continue;
       if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+      if (size < 0 && errno == kForged) throw ForgedError({.rank = peer_});
       if (size <= 0) {
         throw Error(ErrorKind::network,
                     size == 0 ? "the connection has ended" : with_errno("the connection broke", errno),
@@ -97,12 +94,20 @@ bool Stream::pump(Flow& flow, Move&& move) {
 }
 
 bool Stream::pump() {
-  const bool sent = pump(outgoing_, [](int socket, const msghdr& message) {
-    return ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const bool sent = pump(outgoing_, [](Channel& channel, iovec* parts, std::size_t count) {
+    return channel.send(parts, count);
   });
-  const bool received =
-      pump(incoming_, [](int socket, msghdr& message) { return ::recvmsg(socket, &message, MSG_DONTWAIT); });
+  const bool received = pump(incoming_, [](Channel& channel, iovec* parts, std::size_t count) {
+    return channel.receive(parts, count);
+  });
   return sent || received;
+}
+
+bool Stream::holds() const noexcept {
+  for (std::size_t k = 0; k < sockets_.size(); ++k) {
+    if (incoming_.next[k] < incoming_.queued && sockets_[k].channel.holds()) return true;
+  }
+  return false;
 }
 
 void Stream::add_to(std::vector<pollfd>& waiting) const {
@@ -110,7 +115,7 @@ void Stream::add_to(std::vector<pollfd>& waiting) const {
     const bool sends = outgoing_.next[k] < outgoing_.queued;
     const bool receives = incoming_.next[k] < incoming_.queued;
     if (!sends && !receives) continue;
-    waiting.push_back({.fd = sockets_[k].get(),
+    waiting.push_back({.fd = sockets_[k].socket.get(),
                        .events = static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)),
                        .revents = 0});
   }

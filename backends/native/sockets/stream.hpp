@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "memory/descriptor.hpp"
+#include "sockets/connection.hpp"
 
 namespace collectives {
 
@@ -26,7 +26,7 @@ class Stream {
   static constexpr int kMostSockets = 32;
 
   // The sockets do not block, and the peer has theirs in the same order.
-  Stream(int peer, std::vector<Descriptor> sockets);
+  Stream(int peer, std::vector<Connection> sockets);
 
   int peer() const noexcept { return peer_; }
 
@@ -42,14 +42,17 @@ class Stream {
     return outgoing_.done < outgoing_.queued || incoming_.done < incoming_.queued;
   }
   // Gives the sockets back.
-  std::vector<Descriptor> release() { return std::move(sockets_); }
+  std::vector<Connection> release() { return std::move(sockets_); }
 
   // Moves bytes as far as that goes without waiting; returns whether any moved. Throws ErrorKind::network
-  // where a connection has ended that is still needed.
+  // where a connection has ended that is still needed, and ForgedError where others have changed what came
+  // on it.
   bool pump();
 
   // Adds what `pump` waits for.
   void add_to(std::vector<pollfd>& waiting) const;
+  // Whether `pump` has bytes to move of which the kernel tells nothing.
+  bool holds() const noexcept;
 
  private:
   struct Piece {
@@ -71,7 +74,7 @@ class Stream {
   std::uint64_t stripe_end(std::uint64_t position) const noexcept;
 
   int peer_;
-  std::vector<Descriptor> sockets_;
+  std::vector<Connection> sockets_;
   Flow outgoing_;
   Flow incoming_;
 };

@@ -14,7 +14,7 @@
 
 #include "common/error.hpp"
 #include "memory/copy_once.hpp"
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "sockets/unix_socket.hpp"
 #include "state/hello.hpp"
 #include "state/process_state.hpp"

@@ -10,9 +10,10 @@
 #include <cstring>
 #include <string>
 
-#include "common/dtype.hpp"
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
+#include "security/channel.hpp"
 #include "sockets/unix_socket.hpp"
+#include "state/hello.hpp"
 #include "state/rank_context.hpp"
 #include "state/rank_snapshot.hpp"
 
@@ -118,7 +119,8 @@ std::string RankContext::prefix() const { return "[rank " + std::to_string(rank(
 
 std::string RankContext::timeout_text(const std::string& operation, Nanoseconds timeout,
                                       const std::string& details) const {
-  return operation + " was not done within its timeout of " + limit_text(timeout) + details +
+  // In parentheses the words of other libraries, which people search logs for.
+  return operation + " was not done within its timeout of " + limit_text(timeout) + " (timed out)" + details +
          ". Every rank:\n" + report();
 }
 
@@ -183,6 +185,19 @@ void RankContext::throw_disconnected(int rank, const std::string& operation, Err
                  " in " + operation +
                  ", and nothing tells that the rank has ended; last seen: " + report_of(rank),
              about);
+  throw_broken(true);
+}
+
+void RankContext::fail_forged(int rank, Purpose purpose) const {
+  if (broken()) return;
+  fail_group(ErrorKind::network,
+             "rank " + std::to_string(this->rank()) + " has ended its connection with " + name_of_rank(rank) +
+                 " for " + name_of(purpose) + ": " + forged_text(),
+             {.rank = rank});
+}
+
+void RankContext::throw_forged(int rank, Purpose purpose) const {
+  fail_forged(rank, purpose);
   throw_broken(true);
 }
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/process_descriptor.hpp"
+#include "memory/descriptor.hpp"
 #include "memory/segment.hpp"
 #include "selection/tuning.hpp"
 #include "sockets/tcp_socket.hpp"
@@ -18,6 +18,7 @@ namespace collectives {
 struct Network {
   std::string key;             // of the group; both ends of a connection prove that they know it
   bool own_user_only = false;  // only processes of this user on this machine are spoken with
+  bool encrypts = false;       // what ranks send each other is encrypted
   bool from_lanes = false;     // connect from the listeners' addresses, because the user chose them
   std::vector<std::vector<Endpoint>> endpoints;  // by rank, then by lane
   std::vector<Listener> listeners;               // this rank's, by lane
@@ -45,6 +46,10 @@ struct Membership {
   Tuning tuning = default_tuning(1);
   SegmentLayout layout{
       SegmentShape{.size = 1, .slot_bytes = 0, .buffer_bytes = 0, .fixed_bytes = 0, .mail_bytes = 0}};
+  // Threads that move and reduce a long message of this rank, its own among them, from 1 to
+  // WorkerPool::kMostParts; and whether each of them has a core.
+  unsigned threads = 1;
+  bool workers_linger = true;
   // By rank; empty for this rank, remote ones, and where the kernel has no such descriptors.
   std::vector<ProcessDescriptor> processes;
 };

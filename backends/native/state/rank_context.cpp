@@ -11,10 +11,9 @@
 #include <cstring>
 #include <utility>
 
-#include "common/dtype.hpp"
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
 #include "memory/copy_once.hpp"
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "memory/futex.hpp"
 
 namespace collectives {
@@ -80,7 +79,8 @@ RankContext::RankContext(Membership membership, std::string label)
       process_space_(process_space()),
       machine_crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
       host_crowded_(membership_.ranks_on_host > online_cores()),
-      spin_policy_{SpinPolicy(spin_likelihood(Wait::arrival)), SpinPolicy(spin_likelihood(Wait::work))} {
+      spin_policy_{SpinPolicy(spin_likelihood(Wait::arrival)), SpinPolicy(spin_likelihood(Wait::work))},
+      workers_(membership_.threads > 1 ? WorkerPool::of_process() : nullptr) {
   if (topology().leads(rank())) {
     auto& shown = reinterpret_cast<SegmentHeader*>(base_)->label;
     for (std::size_t i = 0; i < std::min(label_.size(), kLabelBytes - 1); ++i) {

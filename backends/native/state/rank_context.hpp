@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,8 +30,11 @@
 #include "state/rank_snapshot.hpp"
 #include "state/segment_layout.hpp"
 #include "state/spin_policy.hpp"
+#include "state/worker_pool.hpp"
 
 namespace collectives {
+
+enum class Purpose : std::uint32_t;  // hello.hpp
 
 // What broke a group, in words that every rank may show.
 struct Failure {
@@ -52,14 +56,6 @@ Failure unpacked(const FailureDetails& details, std::string text, int size);
 ErrorDetails details_after(const Failure& failure);
 // What a record of a group of `size` ranks holds; nothing before a failure.
 std::optional<Failure> failure_of(const FailureRecord& record, int size);
-
-inline void relax_processor() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
 
 class RankContext {
  public:
@@ -83,6 +79,11 @@ class RankContext {
   const Topology& topology() const noexcept { return membership_.topology; }
   bool spans_machines() const noexcept { return topology().spans_machines(); }
   bool is_local(int rank) const noexcept { return topology().is_local(rank); }
+  // The threads that move and reduce a long message of this rank, its own among them; the pool of the others,
+  // null where there are none.
+  unsigned threads() const noexcept { return membership_.threads; }
+  bool workers_linger() const noexcept { return membership_.workers_linger; }
+  WorkerPool* workers() const noexcept { return workers_.get(); }
   // Hands over what the membership says of the network; once.
   Network take_network() noexcept { return std::move(membership_.network); }
   // "rank 3", and on which machine where the group spans machines.
@@ -223,6 +224,9 @@ class RankContext {
   // A connection with a remote rank has ended in an operation: waits a little for the control channel to tell
   // why, then throws.
   [[noreturn]] void throw_connection_lost(const Call& call, int rank) const;
+  // For bytes on a connection with a rank that its other end did not send.
+  void fail_forged(int rank, Purpose purpose) const;
+  [[noreturn]] void throw_forged(int rank, Purpose purpose) const;
 
   // Marks this rank as departed and releases its own waiting threads. Idempotent.
   void leave() noexcept;
@@ -318,6 +322,7 @@ class RankContext {
   SpinPolicy spin_policy_[2];   // by Wait; of the thread that executes collectives
   Nanoseconds next_core_change_ = 0;
   Descriptor poll_event_;  // of a group that spans machines
+  const std::shared_ptr<WorkerPool> workers_;
 };
 
 }  // namespace collectives

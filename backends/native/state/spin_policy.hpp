@@ -19,6 +19,14 @@
 
 namespace collectives {
 
+inline void relax_processor() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
 class SpinPolicy {
  public:
   static constexpr int kShortSpins = 100;

@@ -14,18 +14,25 @@ PeerProcess Admission::peer(int socket) const {
   return own_user_only ? peer_process(socket) : PeerProcess::of_this_user;
 }
 
-std::optional<Handshake> Admission::handshake() const {
+std::optional<Handshake> Admission::handshake(int socket) const {
   if (!asks_proof()) return std::nullopt;
-  return Handshake::accept(key, kHello, std::strlen(kHello));
+  const Handshake::Takes takes{
+      .clear = encryption == Encryption::off ||
+               (encryption == Encryption::between_machines && within_machine(socket)),
+      // A client that is refused learns why.
+      .encrypted = encryption != Encryption::off && can_encrypt(),
+  };
+  return Handshake::accept(key, kHello, std::strlen(kHello), takes);
 }
 
-bool go_on(int socket, std::optional<Handshake>& pending) {
+bool go_on(int socket, std::optional<Handshake>& pending, Channel& channel) {
   if (!pending) return true;
   Handshake& handshake = *pending;
   const Handshake::Status status = handshake.step(socket);
   if (status == Handshake::Status::goes_on) return true;
   if (status == Handshake::Status::asks) {
     const bool taken = handshake.confirm(socket);
+    if (taken) channel = handshake.channel(socket, kRecordsAtOnce);
     pending.reset();
     return taken;
   }

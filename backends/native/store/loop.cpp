@@ -1,7 +1,6 @@
 #include "store/loop.hpp"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -159,33 +158,6 @@ void Loop::publish() {
   waiting_count_.store(table_.waiting(), std::memory_order_relaxed);
 }
 
-void Loop::count_refused(int fd) noexcept {
-  refused_count_.fetch_add(1, std::memory_order_relaxed);
-  sockaddr_storage from{};
-  socklen_t size = sizeof(from);
-  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&from), &size) != 0) return;
-  const std::lock_guard<std::mutex> locked(refused_lock_);
-  refused_from_ = from;
-}
-
-std::string Loop::refused_from() const {
-  sockaddr_storage from;
-  {
-    const std::lock_guard<std::mutex> locked(refused_lock_);
-    from = refused_from_;
-  }
-  char host[NI_MAXHOST] = "";
-  const auto size =
-      static_cast<socklen_t>(from.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
-  if (from.ss_family == AF_UNSPEC || ::getnameinfo(reinterpret_cast<const sockaddr*>(&from), size, host,
-                                                   sizeof(host), nullptr, 0, NI_NUMERICHOST) != 0) {
-    return {};
-  }
-  const std::string text(host);
-  const std::string mapped = "::ffff:";  // IPv4, on a socket for both
-  return text.compare(0, mapped.size(), mapped) == 0 ? text.substr(mapped.size()) : text;
-}
-
 void Loop::accept_from(std::size_t listener) noexcept {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     const int fd = descriptors_.open(
@@ -202,7 +174,7 @@ void Loop::accept_from(std::size_t listener) noexcept {
       continue;
     }
     if (peer != PeerProcess::of_this_user) {
-      count_refused(fd);
+      refused_.add(fd);
       descriptors_.close(fd);
       continue;
     }
@@ -250,7 +222,7 @@ void Loop::admit(int fd) {
   static_cast<void>(::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)));
   // Finds clients whose machine is gone without a word, so that their waits do not stay for ever.
   static_cast<void>(::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on)));
-  std::optional<Handshake> handshake = admission_.handshake();
+  std::optional<Handshake> handshake = admission_.handshake(fd);
   woken_.reserve(clients_.size() + 1 + kWokenSpare);
   const ClientId client = next_client_++;
   newcomers_.emplace_back(Clock::now() + kGreetWithin, client);
@@ -313,14 +285,14 @@ void Loop::on_event(ClientId client, std::uint32_t events) {
 
 bool Loop::serve(Connection& connection, std::uint32_t events) {
   if (connection.handshake) {
-    if (go_on(connection.fd, connection.handshake)) return true;
-    if (connection.handshake && !connection.handshake->ended()) count_refused(connection.fd);
+    if (go_on(connection.fd, connection.handshake, connection.channel)) return true;
+    const std::optional<Handshake>& handshake = connection.handshake;
+    if (handshake && !handshake->ended() && handshake->trouble().empty()) refused_.add(connection.fd);
     return false;
   }
   Session& session = connection.session;
-  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && session.room() > 0 && !receive(connection)) {
-    return false;
-  }
+  const bool arrives = (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 || connection.channel.holds();
+  if (arrives && session.room() > 0 && !receive(connection)) return false;
   for (int i = 0; i < kRoundsPerTurn; ++i) {
     session.work(woken_);
     if (!flush(connection)) return false;
@@ -331,8 +303,8 @@ bool Loop::serve(Connection& connection, std::uint32_t events) {
 
 bool Loop::receive(Connection& connection) {
   const std::size_t room = std::min(input_.size(), connection.session.room());
-  // NOLINTNEXTLINE(clang-analyzer-unix.BlockInCriticalSection): MSG_DONTWAIT
-  const ssize_t size = ::recv(connection.fd, input_.data(), room, MSG_DONTWAIT);
+  const ssize_t size = connection.channel.receive(input_.data(), room);
+  if (size < 0 && errno == kForged) throw ForgedError();
   if (size < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
   if (size == 0) return false;
   connection.session.feed({input_.data(), static_cast<std::size_t>(size)});
@@ -343,7 +315,7 @@ bool Loop::flush(Connection& connection) {
   Session& session = connection.session;
   while (!session.output().empty()) {
     const std::string_view output = session.output();
-    const ssize_t size = ::send(connection.fd, output.data(), output.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t size = connection.channel.send(output.data(), output.size());
     if (size < 0) {
       if (errno == EINTR) continue;
       return errno == EAGAIN || errno == EWOULDBLOCK;
@@ -355,8 +327,10 @@ bool Loop::flush(Connection& connection) {
 
 void Loop::watch(ClientId client, Connection& connection) {
   const Session& session = connection.session;
-  const std::uint32_t events = (session.room() > 0 ? static_cast<std::uint32_t>(EPOLLIN) : 0U) |
-                               (session.busy() || !session.output().empty() ? EPOLLOUT : 0U);
+  const bool takes = session.room() > 0;
+  // That it can be written brings the next turn, where the kernel has nothing more to tell.
+  const bool goes_on = session.busy() || !session.output().empty() || (takes && connection.channel.holds());
+  const std::uint32_t events = (takes ? static_cast<std::uint32_t>(EPOLLIN) : 0U) | (goes_on ? EPOLLOUT : 0U);
   if (events == connection.events) return;
   connection.events = events;
   epoll_event event{};
@@ -365,20 +339,30 @@ void Loop::watch(ClientId client, Connection& connection) {
   static_cast<void>(::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection.fd, &event));
 }
 
-// Closes the connection of a client that wants what it cannot have.
+// Closes the connection of a client that wants what it cannot have, or has not said what has come.
 void Loop::end(Connections::iterator found, const std::exception& error) noexcept {
-  if (!found->second.session.validated()) count_refused(found->second.fd);
-  static_cast<void>(flush(found->second));  // replies to what came before are still due
-  note(found->second.session, error);
+  Connection& connection = found->second;
+  if (dynamic_cast<const ForgedError*>(&error) != nullptr) {
+    forged_.add(connection.fd);
+  } else if (!connection.session.validated()) {
+    refused_.add(connection.fd);
+  }
+  try {
+    static_cast<void>(flush(connection));  // replies to what came before are still due
+  } catch (const std::exception&) {
+    // It ends without them.
+  }
+  note(connection.session, error);
   drop(found->first);
 }
 
-// Keeps why a client is refused, for when it asks.
+// Keeps why a connection is ended, for when its client asks.
 void Loop::note(const Session& session, const std::exception& error) noexcept {
   try {
-    const bool refused = dynamic_cast<const Refusal*>(&error) != nullptr;
+    const bool told = dynamic_cast<const Refusal*>(&error) != nullptr ||
+                      dynamic_cast<const collectives::Error*>(&error) != nullptr;
     if (session.name() == 0) return;
-    refusals_.add(session.name(), refused ? error.what() : "the server's process is out of memory");
+    refusals_.add(session.name(), told ? error.what() : "the server's process is out of memory");
   } catch (const std::bad_alloc&) {
     // It ends without a reason.
   }

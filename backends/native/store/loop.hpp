@@ -2,8 +2,6 @@
 // socket: their threads carry their requests out between the loop's turns.
 #pragma once
 
-#include <sys/socket.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -19,9 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include "security/channel.hpp"
 #include "store/admission.hpp"
 #include "store/budget.hpp"
 #include "store/descriptors.hpp"
+#include "store/outcasts.hpp"
 #include "store/session.hpp"
 #include "store/table.hpp"
 
@@ -50,8 +50,8 @@ class Loop {
   Descriptors& descriptors() { return descriptors_; }
   std::size_t connections() const { return connection_count_.load(std::memory_order_relaxed); }
   std::size_t waiting() const { return waiting_count_.load(std::memory_order_relaxed); }
-  std::size_t refused() const { return refused_count_.load(std::memory_order_relaxed); }
-  std::string refused_from() const;
+  const Outcasts& refused() const { return refused_; }  // who was not let in
+  const Outcasts& forged() const { return forged_; }    // clients' connections that others tampered with
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -59,11 +59,15 @@ class Loop {
   struct Connection {
     Connection(int descriptor, std::optional<Handshake> proof, ClientId client, Budget& budget, Table& table,
                const Refusals& refusals)
-        : session(client, budget, table, refusals), fd(descriptor), handshake(std::move(proof)) {}
+        : session(client, budget, table, refusals),
+          fd(descriptor),
+          handshake(std::move(proof)),
+          channel(descriptor) {}
 
     Session session;
     int fd;
     std::optional<Handshake> handshake;  // until the client has proved itself
+    Channel channel;                     // from then on
     std::uint32_t events = 0;            // what epoll watches for
   };
   using Connections = std::unordered_map<ClientId, Connection>;
@@ -73,8 +77,6 @@ class Loop {
   int below_reserve(int fd);
   // Closes a connection for which there is no room, and says so; `in_numbers`: to one of this user.
   void turn_away(int fd, bool in_numbers);
-  // Counts a connection that is not let in, and keeps from where it came.
-  void count_refused(int fd) noexcept;
   bool make_room();
   void admit(int fd);
   void pause_accepting(bool pause);
@@ -112,9 +114,8 @@ class Loop {
   // Counters for observers; they order nothing.
   std::atomic<std::size_t> connection_count_{0};
   std::atomic<std::size_t> waiting_count_{0};
-  std::atomic<std::size_t> refused_count_{0};
-  mutable std::mutex refused_lock_;
-  sockaddr_storage refused_from_{};  // the last one
+  Outcasts refused_;
+  Outcasts forged_;
 };
 
 }  // namespace collectives::store

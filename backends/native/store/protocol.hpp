@@ -75,6 +75,7 @@ enum class Command : std::uint8_t {
 inline constexpr char kServerKey[] = "collectives";
 
 inline constexpr char kHello[] = "collectives auth";
+inline constexpr std::size_t kRecordsAtOnce = 1;  // where connections are encrypted
 inline constexpr char kProofWanted[] = "auth";
 
 // Followed by the four bytes of a connection's first ping, it reads as the reason for which the server ended

@@ -96,7 +96,7 @@ void Server::abandon() {
 bool Server::running() const { return thread_ != nullptr; }
 std::size_t Server::connections() const { return loop_ == nullptr ? 0 : loop_->connections(); }
 std::size_t Server::waiting() const { return loop_ == nullptr ? 0 : loop_->waiting(); }
-std::size_t Server::refused() const { return loop_ == nullptr ? 0 : loop_->refused(); }
-std::string Server::refused_from() const { return loop_ == nullptr ? "" : loop_->refused_from(); }
+const Outcasts* Server::refused() const { return loop_ == nullptr ? nullptr : &loop_->refused(); }
+const Outcasts* Server::forged() const { return loop_ == nullptr ? nullptr : &loop_->forged(); }
 
 }  // namespace collectives::store

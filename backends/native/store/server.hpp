@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "store/admission.hpp"
+#include "store/outcasts.hpp"
 
 namespace collectives::store {
 
@@ -38,10 +39,11 @@ class Server {
   std::weak_ptr<Loop> loop() const { return loop_; }
 
   bool running() const;
-  std::size_t connections() const;   // open connections, as of the last turn of the loop
-  std::size_t waiting() const;       // clients in a wait or a barrier, likewise
-  std::size_t refused() const;       // connections that were not let in, until now
-  std::string refused_from() const;  // address of the last of them, empty if it is not known
+  std::size_t connections() const;  // open connections, as of the last turn of the loop
+  std::size_t waiting() const;      // clients in a wait or a barrier, likewise
+  // What has been closed until now; nothing once it has stopped.
+  const Outcasts* refused() const;  // connections that were not let in
+  const Outcasts* forged() const;   // those of clients that others tampered with
 
  private:
   friend class ForkGuard;

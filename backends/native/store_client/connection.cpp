@@ -8,9 +8,13 @@
 #include <cerrno>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <system_error>
+#include <utility>
 
 #include "common/error.hpp"
+#include "security/handshake.hpp"
+#include "store/protocol.hpp"
 
 namespace collectives::store_client {
 namespace {
@@ -34,14 +38,34 @@ Replies& Connection::receive(std::size_t bytes, Nanoseconds deadline, Interrupt&
   return replies_;
 }
 
-SocketConnection::SocketConnection(int socket) noexcept : socket_(socket) {
+SocketConnection::SocketConnection(int socket) noexcept : socket_(socket), channel_(socket) {
   const timeval limit{kLongestSleep / kSecond, 0};
   receive_ends_ = ::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0;
 }
 
+SocketConnection::Proved SocketConnection::prove(std::string key, bool encrypts, Nanoseconds deadline,
+                                                 Interrupt& interrupt) {
+  Handshake handshake =
+      Handshake::dial(std::move(key), store::kHello, encrypts ? preferred_suite() : CipherSuite::none);
+  Handshake::Status status = handshake.step(socket_);
+  while (status == Handshake::Status::goes_on) {
+    sleep(POLLIN, deadline, interrupt);
+    status = handshake.step(socket_);
+  }
+  if (status == Handshake::Status::proved) {
+    channel_ = handshake.channel(socket_, store::kRecordsAtOnce);
+    return Proved::both;
+  }
+  if (status == Handshake::Status::differs) return Proved::differ;
+  if (handshake.nonce().starts_with(store::kTurnedAway)) return Proved::turned_away;
+  if (!handshake.ended()) return Proved::not_server;
+  if (handshake.error() == 0) return Proved::ended;
+  throw std::system_error(handshake.error(), std::generic_category(), "handshake");
+}
+
 void SocketConnection::send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) {
   while (!requests.empty()) {
-    const ssize_t sent = ::send(socket_, requests.data(), requests.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = channel_.send(requests.data(), requests.size());
     if (sent >= 0) {
       requests.remove_prefix(static_cast<std::size_t>(sent));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -59,10 +83,11 @@ void SocketConnection::read_into(Replies& replies, Nanoseconds deadline, Interru
   // itself, where it ends after kLongestSleep and that is not too late.
   bool looks = !receive_ends_ || (deadline != kNever && deadline - now_ns() <= kLongestSleep);
   for (;;) {
-    if (looks) sleep(POLLIN, deadline, interrupt);
-    const ssize_t size = ::recv(socket_, room.data(), room.size(), looks ? MSG_DONTWAIT : 0);
+    if (looks && !channel_.holds()) sleep(POLLIN, deadline, interrupt);
+    const ssize_t size = channel_.receive(room.data(), room.size(), looks ? MSG_DONTWAIT : 0);
     if (size > 0) return replies.arrived(static_cast<std::size_t>(size));
     if (size == 0) throw Error(ErrorKind::network, "the server closed the connection");
+    if (errno == kForged) throw ForgedError();
     if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) fail("recv");
     if (interrupt.requested()) throw Error(ErrorKind::interrupted, "interrupted");
     looks = true;

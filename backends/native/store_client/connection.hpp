@@ -8,9 +8,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "common/clock.hpp"
+#include "security/channel.hpp"
 #include "state/call.hpp"
 #include "store_client/replies.hpp"
 
@@ -45,6 +48,17 @@ class SocketConnection final : public Connection {
   // Where the socket blocks, an answer takes one call of the kernel less.
   explicit SocketConnection(int socket) noexcept;
 
+  enum class Proved : std::uint8_t {
+    both,         // ends, to each other
+    turned_away,  // the server has no room
+    differ,       // one end encrypts, the other does not
+    ended,        // the server closed the connection
+    not_server,   // it does not know the key: its proof was wrong
+  };
+
+  // The handshake (security/handshake.hpp), before anything is sent. With `encrypts`, what follows is.
+  Proved prove(std::string key, bool encrypts, Nanoseconds deadline, Interrupt& interrupt);
+
   void send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) override;
 
  protected:
@@ -54,6 +68,7 @@ class SocketConnection final : public Connection {
   void sleep(short events, Nanoseconds deadline, Interrupt& interrupt) const;
 
   int socket_;
+  Channel channel_;
   bool receive_ends_;  // whether the kernel ends a receive that blocks
 };
 

@@ -132,6 +132,20 @@ void test_short_collectives(Groups groups) {
   });
 }
 
+// Two groups of the same ranks, each on a thread of its own: both want the pool.
+void test_groups_at_once() {
+  const std::shared_ptr<Groups> groups[] = {std::make_shared<Groups>(shared_ranks(2, 4)),
+                                            std::make_shared<Groups>(shared_ranks(2, 8)),
+                                            std::make_shared<Groups>(shared_ranks(2))};
+  on_all(6, [&](int number) {
+    Group& group = *(*groups[number / 2])[static_cast<std::size_t>(number % 2)];
+    Rank me(group);
+    for (int round = 0; round < 6; ++round)
+      check_reductions(me, 200'000 + static_cast<std::size_t>(round), 0);
+    group.shutdown(true);
+  });
+}
+
 void test_mismatch(Groups groups) {
   on_all(static_cast<int>(groups.size()), [&](int r) {
     Group& group = *groups[static_cast<std::size_t>(r)];
@@ -158,6 +172,16 @@ Tests collectives_tests() {
       {"collectives, 5 attached ranks", [] { test_collectives(attached_ranks(5)); }},
       {"regions, 2 ranks", [] { test_regions(shared_ranks(2)); }},
       {"regions, 3 attached ranks", [] { test_regions(attached_ranks(3)); }},
+      {"collectives, 1 rank of 2 threads", [] { test_collectives(shared_ranks(1, 2)); }},
+      {"collectives, 2 ranks of 2 threads", [] { test_collectives(shared_ranks(2, 2)); }},
+      {"collectives, 2 ranks of 8 threads", [] { test_collectives(shared_ranks(2, 8)); }},
+      {"collectives, 3 ranks of 4 threads", [] { test_collectives(shared_ranks(3, 4)); }},
+      {"regions, 3 ranks of 3 threads", [] { test_regions(shared_ranks(3, 3)); }},
+      {"collectives, 2 machines, 3 threads",
+       [] { test_collectives(machine_ranks({{0, 1}, {2}}, true, nullptr, 3)); }},
+      {"collectives, 2 machines of 1, 4 threads",
+       [] { test_collectives(machine_ranks({{0}, {1}}, true, nullptr, 4)); }},
+      {"groups of 1 and 4 threads at once", test_groups_at_once},
       {"mismatch", [] { test_mismatch(shared_ranks(3)); }},
       {"short collectives, 2 machines of 2", [] { test_short_collectives(machine_ranks({{0, 1}, {2, 3}})); }},
       {"short collectives, 3 machines", [] { test_short_collectives(machine_ranks({{0, 2}, {1}, {3}})); }},

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "state/bootstrap.hpp"
 
 namespace collectives {
@@ -31,11 +31,23 @@ Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int 
   return membership;
 }
 
-Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size) {
+namespace {
+
+// More threads than cores, which no worker may look for work on.
+void give_threads(Membership& membership, unsigned threads) {
+  membership.threads = threads;
+  membership.workers_linger = threads <= 2;
+  membership.tuning.threads = threads;
+}
+
+}  // namespace
+
+Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size, unsigned threads) {
   Groups groups;
   for (int r = 0; r < size; ++r) {
-    groups.push_back(
-        std::make_unique<Group>(membership_of(segment, r, size), "shared group", kNever, new_record()));
+    Membership membership = membership_of(segment, r, size);
+    give_threads(membership, threads);
+    groups.push_back(std::make_unique<Group>(std::move(membership), "shared group", kNever, new_record()));
   }
   return groups;
 }
@@ -105,7 +117,7 @@ Membership membership_between_machines(const Machines& machines, int rank,
 }
 
 Groups machine_ranks(const Machines& machines, bool connected,
-                     std::vector<std::shared_ptr<Segment>>* segments) {
+                     std::vector<std::shared_ptr<Segment>>* segments, unsigned threads) {
   int size = 0;
   for (const auto& machine : machines) size += static_cast<int>(machine.size());
   Ports ports = listen_for(size);
@@ -116,9 +128,10 @@ Groups machine_ranks(const Machines& machines, bool connected,
     const Descriptor event = make_event();
     if (segments != nullptr) segments->push_back(segment);
     for (const int r : machine) {
+      Membership membership = membership_between_machines(machines, r, segment, event, ports);
+      give_threads(membership, threads);
       groups[static_cast<std::size_t>(r)] =
-          std::make_unique<Group>(membership_between_machines(machines, r, segment, event, ports),
-                                  "group of machines", kLimit, new_record());
+          std::make_unique<Group>(std::move(membership), "group of machines", kLimit, new_record());
     }
   }
   for (auto& group : groups) CHECK(!connected || group->connect(deadline_after(kLimit)).empty());

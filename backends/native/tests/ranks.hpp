@@ -26,8 +26,11 @@ using Machines = std::vector<std::vector<int>>;
 inline std::shared_ptr<OperationRecord> new_record() { return std::make_shared<OperationRecord>(16); }
 std::shared_ptr<Segment> segment_for(int size);
 Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int size);
-Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size);
-inline Groups shared_ranks(int size) { return ranks_sharing(segment_for(size), size); }
+// `threads`: of each rank, for long messages.
+Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size, unsigned threads = 1);
+inline Groups shared_ranks(int size, unsigned threads = 1) {
+  return ranks_sharing(segment_for(size), size, threads);
+}
 Groups attached_ranks(int size);
 
 // The addresses of the ranks of machines, all of this one.
@@ -44,7 +47,7 @@ Membership membership_between_machines(const Machines& machines, int rank,
 // Not connected yet where `connected` is false: each rank is to call `Group::connect`. `segments` gets those
 // of the machines.
 Groups machine_ranks(const Machines& machines, bool connected = true,
-                     std::vector<std::shared_ptr<Segment>>* segments = nullptr);
+                     std::vector<std::shared_ptr<Segment>>* segments = nullptr, unsigned threads = 1);
 
 // Runs `body(rank)` on a thread for each rank.
 void on_all(int size, const std::function<void(int)>& body);

@@ -65,11 +65,11 @@ Ends connected_pair() {
 }
 
 Handshake acceptance(std::string_view key = kKey) {
-  return Handshake::accept(std::string(key), "hello", kHello.size());
+  return Handshake::accept(std::string(key), "hello", kHello.size(), {});
 }
 
 Handshake dialling(std::string_view key = kKey) {
-  return Handshake::dial(std::string(key), std::string(kHello));
+  return Handshake::dial(std::string(key), std::string(kHello), CipherSuite::none);
 }
 
 void send_bytes(const Descriptor& socket, const std::string& bytes) {
@@ -122,7 +122,7 @@ void test_replayed_handshakes() {
   send_bytes(overheard.acceptor, std::string(kNonceBytes, 'n'));
   static_cast<void>(dialler.step(overheard.dialler.get()));
   const std::string proof = receive_bytes(overheard.acceptor);
-  CHECK(hello.size() == kHello.size() + kNonceBytes && proof.size() == kDigestBytes);
+  CHECK(hello.size() == kHello.size() + 1 + kNonceBytes && proof.size() == kDigestBytes);
 
   const Ends again = connected_pair();
   Handshake acceptor = acceptance();

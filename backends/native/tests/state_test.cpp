@@ -1,14 +1,19 @@
 // What ranks publish in shared memory, and how they notice that others are gone.
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <semaphore>
 #include <string>
+#include <system_error>
 #include <thread>
 
+#include "state/bootstrap.hpp"
 #include "tests/ranks.hpp"
 
 namespace collectives {
@@ -99,12 +104,64 @@ void test_failure_record_that_stays_incomplete(bool writer_dies) {
   slow.join();
 }
 
+// Bytes that a segment of so many bytes has pages for, of which nobody has told this process.
+std::size_t allocated_of(std::size_t bytes) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    struct stat status{};
+    if (target.find("memfd:collectives") != std::string::npos && ::stat(entry.path().c_str(), &status) == 0 &&
+        static_cast<std::size_t>(status.st_size) == bytes) {
+      return static_cast<std::size_t>(status.st_blocks) * 512;
+    }
+  }
+  return 0;
+}
+
+// A page lies on the memory node of whoever allocates it, which is to be the rank that writes there.
+void test_each_rank_allocates_what_it_writes() {
+  const SegmentLayout layout(shape_for(2));
+  const std::string name = "collectives-pages-" + std::to_string(::getpid());
+  const Nanoseconds deadline = deadline_after(kLimit);
+  BootstrapLeader leader(name, {0, 1}, 2, std::string(kTestKey));
+  std::unique_ptr<RankContext> second;
+  std::binary_semaphore attach{0};
+  std::binary_semaphore attached{0};
+  std::thread rank_1([&] {
+    BootstrapFollower follower(name, 0, 1, 2, std::string(kTestKey), deadline);
+    CHECK(follower.proved(deadline) && follower.answered(deadline));
+    attach.acquire();
+    follower.attach(deadline);
+    second = std::make_unique<RankContext>(follower.await_release(deadline), "group");
+    attached.release();
+  });
+  CHECK(leader.accept(deadline).empty());
+  leader.share(false, deadline);
+  const auto allocated = [&] { return allocated_of(layout.total_bytes()); };
+  const std::size_t control = layout.control_bytes();
+  const std::size_t buffer = layout.shape().buffer_bytes;
+  CHECK(allocated() == kPage + control);  // the header, and what the leader writes
+  attach.release();
+  CHECK(leader.await_attached(deadline).empty());
+  RankContext first(leader.release(deadline), "group");
+  attached.acquire();
+  rank_1.join();
+  CHECK(allocated() == kPage + 2 * control);
+  second->commit_buffer();
+  CHECK(allocated() == kPage + 2 * control + buffer);
+  first.commit_buffer();
+  CHECK(allocated() == kPage + 2 * control + 2 * buffer);
+  first.commit_mailbox(1);
+  CHECK(allocated() == kPage + 2 * control + 2 * buffer + layout.mailbox_bytes());
+}
+
 }  // namespace
 
 Tests state_tests() {
   return {
       {"core of a rank that never waits", [] { test_core_of_a_rank_that_never_waits(); }},
       {"limit that passes when all have come", [] { test_limit_that_passes_when_all_have_come(); }},
+      {"each rank allocates what it writes", [] { test_each_rank_allocates_what_it_writes(); }},
       {"mirrors end before mail counters", [] { test_mirrors_end_before_mail_counters(); }},
       {"failure record of a dead writer", [] { test_failure_record_that_stays_incomplete(true); }},
       {"failure record of a stopped writer", [] { test_failure_record_that_stays_incomplete(false); }},

@@ -17,6 +17,7 @@
 #include "store/server.hpp"
 #include "store_client/connection.hpp"
 #include "store_client/local.hpp"
+#include "tests/refusing_libcrypto.hpp"
 #include "tests/testing.hpp"
 
 namespace collectives {
@@ -143,7 +144,7 @@ void ends_of_waits() {
 }
 
 int listening() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   CHECK(fd >= 0);
   sockaddr_in any{};
   any.sin_family = AF_INET;
@@ -191,6 +192,42 @@ void in_the_servers_process() {
   CHECK(error_of([&] { other.await("n", soon(), program); }).kind() == ErrorKind::network);
 }
 
+int connected_to(int listener) {
+  sockaddr_in address{};
+  socklen_t size = sizeof(address);
+  CHECK(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(fd >= 0);
+  CHECK(::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  return fd;
+}
+
+// A client whose reply cannot be encrypted loses its connection; the server serves the others.
+void replies_that_cannot_be_encrypted() {
+  const std::string key(32, 'k');
+  const int listener = listening();
+  const store::Server server({listener}, 64 * 1024 * 1024, {.key = key, .encryption = store::Encryption::on});
+  const Descriptor socket(connected_to(listener));
+  SocketConnection client(socket.get());
+  Program program;
+  CHECK(client.prove(key, true, soon(), program) == SocketConnection::Proved::both);
+  client.send(greeting() + command(Command::kPing) + number<std::uint32_t>(7), soon(), program);
+  client.await("u", soon(), program).take();
+  client.send(command(Command::kWait) + number<std::uint64_t>(1) + text("/k"), soon(), program);
+  LocalConnection other(server.loop());
+  other.send(greeting(), soon(), program);
+  while (server.waiting() == 0) std::this_thread::yield();
+  {
+    const RefusingLibcrypto refuses(0);
+    other.send(command(Command::kSet) + text("/k") + text("value"), soon(), program);
+    other.send(command(Command::kPing) + number<std::uint32_t>(8), soon(), program);
+    other.await("u", soon(), program).take();
+    CHECK(error_of([&] { client.await("b", soon(), program); }).kind() == ErrorKind::network);
+  }
+  const Descriptor again(connected_to(listener));
+  CHECK(SocketConnection(again.get()).prove(key, true, soon(), program) == SocketConnection::Proved::both);
+}
+
 }  // namespace
 
 Tests store_client_tests() {
@@ -198,7 +235,8 @@ Tests store_client_tests() {
           {"store client: long values both ways", long_values_both_ways},
           {"store client: what cannot be", what_cannot_be},
           {"store client: ends of waits", ends_of_waits},
-          {"store client: in the server's process", in_the_servers_process}};
+          {"store client: in the server's process", in_the_servers_process},
+          {"store client: replies that cannot be encrypted", replies_that_cannot_be_encrypted}};
 }
 
 }  // namespace collectives

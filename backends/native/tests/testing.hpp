@@ -15,8 +15,10 @@ using Tests = std::vector<std::pair<const char*, std::function<void()>>>;
 
 // Of each file; core_test.cpp runs them all.
 Tests security_tests();
+Tests encryption_tests();
 Tests selection_tests();
 Tests state_tests();
+Tests worker_pool_tests();
 Tests transport_tests();
 Tests collectives_tests();
 Tests collectives_between_machines_tests();
@@ -28,6 +30,10 @@ Tests store_client_tests();
 Tests completions_tests();
 Tests nccl_calls_tests();
 Tests nccl_turns_tests();
+
+// A process that ends so while its threads encrypt (core_test's first argument).
+inline constexpr char kExitWhileEncrypting[] = "--exit-while-encrypting";
+[[noreturn]] void exit_while_encrypting();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \

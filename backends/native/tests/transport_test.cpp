@@ -14,10 +14,11 @@
 #include <thread>
 #include <utility>
 
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "security/handshake.hpp"
 #include "sockets/congestion_control.hpp"
 #include "tests/ranks.hpp"
+#include "tests/refusing_libcrypto.hpp"
 
 namespace collectives {
 namespace {
@@ -25,7 +26,7 @@ namespace {
 constexpr std::string_view kMeshKey = "0123456789abcdef0123456789abcdef";
 
 // One of two ranks, each on a machine of its own.
-std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
+std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other, bool encrypts = false) {
   Membership membership;
   membership.rank = rank;
   membership.size = 2;
@@ -36,6 +37,7 @@ std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
   membership.leader_event = make_event();
   Network network;
   network.key = kMeshKey;
+  network.encrypts = encrypts;
   network.endpoints = {{own.endpoint}, {other.endpoint}};
   if (rank == 1) std::swap(network.endpoints.front(), network.endpoints.back());
   network.listeners.push_back(std::move(own));
@@ -55,10 +57,10 @@ void send_all(const Descriptor& socket, const void* bytes, std::size_t size) {
 
 // A connection of rank 1, as ConnectionManager expects it; empty where that drops it.
 Descriptor dial(const Endpoint& endpoint, const Hello& hello = {.from = 1, .size = 2},
-                std::string_view key = kMeshKey) {
+                std::string_view key = kMeshKey, CipherSuite suite = CipherSuite::none) {
   Descriptor socket = begin_connect(endpoint, "");
   wait_for(socket, POLLOUT);
-  Handshake handshake = dialling(std::string(key), hello);
+  Handshake handshake = dialling(std::string(key), hello, suite);
   for (;;) {
     const Handshake::Status status = handshake.step(socket.get());
     if (status == Handshake::Status::proved) return socket;
@@ -102,6 +104,26 @@ void test_strangers_at_the_port() {
   group->fail({ErrorKind::aborted, "the test is over"});
 }
 
+// Nor does a stranger's hello end the group where libcrypto makes no key for the answer.
+void test_strangers_where_no_key_is_made() {
+  Listener own = listen_tcp("127.0.0.1", 16);
+  const Endpoint endpoint = own.endpoint;
+  const Listener other = listen_tcp("127.0.0.1", 16);
+  const std::unique_ptr<Group> group = leader(0, std::move(own), other, true);
+  const Descriptor stranger = begin_connect(endpoint, "");
+  wait_for(stranger, POLLOUT);
+  Handshake handshake = dialling(std::string(32, 'x'), {.from = 1, .size = 2}, CipherSuite::aes_256_gcm);
+  {
+    const RefusingLibcrypto refuses(0);
+    static_cast<void>(handshake.step(stranger.get()));
+    wait_for(stranger, POLLIN);  // dropped
+  }
+  CHECK(group->connection_error().find("makes no key") != std::string::npos);
+  CHECK(static_cast<bool>(dial(endpoint, {.from = 1, .size = 2}, kMeshKey, CipherSuite::aes_256_gcm)));
+  CHECK(group->connect(deadline_after(kLimit)).empty());
+  group->fail({ErrorKind::aborted, "the test is over"});
+}
+
 // Whoever takes connections and drops them, such as a rank that is too busy for a proof, is not dead.
 void test_dropped_handshakes() {
   Listener own = listen_tcp("127.0.0.1", 16);
@@ -115,7 +137,7 @@ void test_dropped_handshakes() {
     socket = accept_tcp(other.socket);
     wait_for(socket, POLLIN);
   } while (now_ns() < until);
-  Handshake handshake = Handshake::accept(std::string(kMeshKey), "", sizeof(Hello));
+  Handshake handshake = Handshake::accept(std::string(kMeshKey), "", sizeof(Hello), {});
   while (handshake.step(socket.get()) == Handshake::Status::goes_on) wait_for(socket, POLLIN);
   CHECK(handshake.confirm(socket.get()));
   CHECK(group->connect(deadline_after(kLimit)).empty());
@@ -177,6 +199,7 @@ Tests transport_tests() {
       {"dropped handshakes", test_dropped_handshakes},
       {"pings after departure", test_pings_after_departure},
       {"strangers at the port", test_strangers_at_the_port},
+      {"strangers where no key is made", test_strangers_where_no_key_is_made},
   };
 }
 

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "common/opcode.hpp"
+#include "common/codes.hpp"
 #include "memory/copy_once.hpp"
 #include "state/machine_contribution.hpp"
 #include "state/rank_context.hpp"
@@ -90,7 +89,7 @@ void ArrivalExchange::connect_leaders(const Call& call) {
   for (const Peer& peer : peers_) {
     if (context_.rank() > peer.leader) connections_.dial(peer.leader, Purpose::arrival, 0);
   }
-  for (Peer& peer : peers_) peer.socket = connections_.connect(call, peer.leader, Purpose::arrival, 0);
+  for (Peer& peer : peers_) peer.connection = connections_.connect(call, peer.leader, Purpose::arrival, 0);
   connected_ = true;
 }
 
@@ -199,8 +198,7 @@ bool ArrivalExchange::send(Peer& peer, const Call& call) {
   if (!has_to_send(peer) || peer.frames_to_send > forwarded_count_) return false;
   if (peer.out == nullptr) peer.out = &outgoing(peer, call);
   const Frame& out = *peer.out;
-  const ssize_t sent =
-      ::send(peer.socket.get(), out.data() + peer.sent, out.size() - peer.sent, MSG_NOSIGNAL);
+  const ssize_t sent = peer.connection.channel.send(out.data() + peer.sent, out.size() - peer.sent);
   if (sent > 0) {
     peer.sent += static_cast<std::size_t>(sent);
     return true;
@@ -213,8 +211,9 @@ bool ArrivalExchange::receive(Peer& peer, const Call& call) {
   if (peer.received == peer.frames_to_receive) return false;
   if (take_frame(peer, call)) return true;  // it was received with the one before
   const ssize_t got =
-      ::recv(peer.socket.get(), peer.in.data() + peer.filled, peer.in.size() - peer.filled, 0);
+      peer.connection.channel.receive(peer.in.data() + peer.filled, peer.in.size() - peer.filled);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (got < 0 && errno == kForged) context_.throw_forged(peer.leader, Purpose::arrival);
   if (got <= 0) context_.throw_connection_lost(call, peer.leader);
   peer.filled += static_cast<std::size_t>(got);
   while (peer.received < peer.frames_to_receive && take_frame(peer, call)) {
@@ -344,7 +343,8 @@ void ArrivalExchange::wait(const Call& call) {
     if (!sends && !receives_here) continue;
     receives = receives || receives_here;
     const int events = (receives_here ? POLLIN : 0) | (sends ? POLLOUT : 0);
-    waiting.push_back({.fd = peer.socket.get(), .events = static_cast<short>(events), .revents = 0});
+    waiting.push_back(
+        {.fd = peer.connection.socket.get(), .events = static_cast<short>(events), .revents = 0});
   }
   const int missing = awaited_leader();
   waiting.push_back({.fd = context_.poll_event(), .events = POLLIN, .revents = 0});

@@ -26,7 +26,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "memory/descriptor.hpp"
+#include "sockets/connection.hpp"
 #include "state/control_page.hpp"
 #include "state/spin_policy.hpp"
 
@@ -77,7 +77,7 @@ class ArrivalExchange {
     int frames_to_receive = 0;
     // Frames sent there reach the machines whose distances from the frame's own machine agree in these bits.
     unsigned mask = 0;
-    Descriptor socket;
+    Connection connection;
     Frame in;  // the first `filled` bytes have been received, and the first `used` of them handled
     std::size_t filled = 0;
     std::size_t used = 0;

@@ -12,8 +12,7 @@
 #include <utility>
 
 #include "common/descriptor_limit.hpp"
-#include "memory/close_on_fork.hpp"
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "sockets/congestion_control.hpp"
 #include "state/rank_context.hpp"
 #include "transport/control_channel.hpp"
@@ -37,6 +36,7 @@ constexpr Nanoseconds kDialAgainLimit = 3 * kSecond;
 // How long a leader waits for the others to acknowledge its departure.
 constexpr Nanoseconds kDepartureLimit = 500 * kMillisecond;
 constexpr int kMostIndex = 64;
+constexpr std::size_t kRecordsAtOnce = 2;  // 128 KiB, which stay in the second cache
 
 }  // namespace
 
@@ -110,30 +110,30 @@ void ConnectionManager::dial_again(int leader) {
   signal_event(wake_);
 }
 
-Descriptor ConnectionManager::take(int rank, Purpose purpose, int index) {
+Connection ConnectionManager::take(int rank, Purpose purpose, int index) {
   const std::lock_guard lock(mutex_);
   const Key key{rank, purpose, index};
   if (const auto failed = failed_.find(key); failed != failed_.end()) throw failed->second;
   const auto found = ready_.find(key);
   if (found == ready_.end()) return {};
-  Descriptor socket = std::move(found->second);
+  Connection connection = std::move(found->second);
   ready_.erase(found);
-  return socket;
+  return connection;
 }
 
-Descriptor ConnectionManager::connect(const Call& call, int rank, Purpose purpose, int index) {
+Connection ConnectionManager::connect(const Call& call, int rank, Purpose purpose, int index) {
   if (context_.rank() > rank) dial(rank, purpose, index);
   for (;;) {
-    Descriptor socket;
+    Connection connection;
     try {
-      socket = take(rank, purpose, index);
+      connection = take(rank, purpose, index);
     } catch (const Error& error) {
       context_.check_liveness(call, rank);
       if (error.kind() == ErrorKind::peer_lost) context_.throw_connection_lost(call, rank);
       context_.fail_group(error.kind(), error.message(), error.details());
       throw;
     }
-    if (socket) return socket;
+    if (connection) return connection;
     const std::string error_text = connection_error();
     context_.check_liveness(call, rank, error_text.empty() ? "" : " (" + error_text + ")");
     if (call.interrupt != nullptr) call.interrupt->blocks();
@@ -146,6 +146,8 @@ void ConnectionManager::watch(int socket, bool write) {
   const auto writable = write ? static_cast<std::uint32_t>(EPOLLOUT) : 0U;
   add(Source::watch, socket, EPOLLIN | EPOLLRDHUP | EPOLLONESHOT | writable);
 }
+
+void ConnectionManager::fail_forged(int rank, Purpose purpose) const { context_.fail_forged(rank, purpose); }
 
 void ConnectionManager::unwatch(int socket) { remove(socket); }
 
@@ -293,16 +295,18 @@ void ConnectionManager::handle_timers(Nanoseconds now) {
   if (control_ && now >= control_->next_check()) control_->check(now);
 }
 
-void ConnectionManager::deliver(const Key& key, Descriptor socket) {
+void ConnectionManager::deliver(const Key& key, Descriptor socket, const Handshake& handshake) {
   const auto [rank, purpose, index] = key;
   send_at_once(socket);
   return_to_bbr_where_far(socket);
+  Channel channel = handshake.channel(socket.get(), purpose == Purpose::control ? 1 : kRecordsAtOnce);
+  Connection connection(std::move(socket), std::move(channel));
   const bool is_control = purpose == Purpose::control;
   // The control channel keeps its connection; an empty descriptor is the mark that it is there.
-  if (is_control) control_->add_link(rank, std::exchange(socket, Descriptor()));
+  if (is_control) control_->add_link(rank, std::exchange(connection, Connection()));
   {
     const std::lock_guard lock(mutex_);
-    ready_.emplace(key, std::move(socket));
+    ready_.emplace(key, std::move(connection));
     error_text_.clear();
   }
   if (is_control && control_->complete())
@@ -343,9 +347,10 @@ void ConnectionManager::accept_connections(int listener) {
       }
       const int fd = socket.get();
       add(Source::pending, fd, EPOLLIN);
-      pending_connections_.insert_or_assign(fd, PendingConnection{.socket = std::move(socket),
-                                                                  .deadline = now_ns() + kProofLimit,
-                                                                  .handshake = accepting(network_.key)});
+      pending_connections_.insert_or_assign(
+          fd, PendingConnection{.socket = std::move(socket),
+                                .deadline = now_ns() + kProofLimit,
+                                .handshake = accepting(network_.key, network_.encrypts)});
     }
   }
 }
@@ -370,13 +375,26 @@ void ConnectionManager::go_on(PendingConnection& pending) {
   const auto node = pending_connections_.extract(fd);
   Descriptor socket = std::move(node.mapped().socket);
   remove(fd);
-  if (status != Handshake::Status::asks) return;  // dropped without an answer
+  if (status != Handshake::Status::asks) {  // dropped without an answer
+    const Handshake& handshake = node.mapped().handshake;
+    if (!handshake.trouble().empty()) {
+      set_error_text("rank " + std::to_string(context_.rank()) +
+                     " cannot take connections: " + handshake.trouble());
+    } else if (!handshake.ended() && !handshake.hello().empty()) {
+      set_error_text(
+          "rank " + std::to_string(context_.rank()) +
+          " has refused a connection whose proof was not one of this group; give all ranks the same "
+          "job secret (COLLECTIVES_SECRET) and the same COLLECTIVES_ENCRYPTION; where they have, "
+          "somebody on the network changes what they send");
+    }
+    return;
+  }
   const Hello hello = hello_of(node.mapped().handshake);
   const Key key{hello.from, hello.purpose, hello.index};
   if (!may_take(hello)) return;
   const bool again = hello.purpose == Purpose::control && control_->takes_another(hello.from);
   if (!accepted_.insert(key).second && !again) return;
-  if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket));
+  if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket), node.mapped().handshake);
 }
 
 bool ConnectionManager::may_take(const Hello& hello) const {
@@ -422,7 +440,7 @@ void ConnectionManager::finish_connect(Dial& dial) {
   hello.size = context_.size();
   hello.purpose = purpose;
   hello.index = index;
-  dial.handshake = dialling(network_.key, hello);
+  dial.handshake = dialling(network_.key, hello, network_.encrypts ? preferred_suite() : CipherSuite::none);
   // The other rank may be stopped; that its machine goes is noticed.
   dial.give_up_at = kNever;
   keep_alive(dial.socket);
@@ -443,14 +461,18 @@ void ConnectionManager::go_on(Dial& dial, Handshake& handshake) {
   remove(dial.socket.get());
   if (status == Handshake::Status::proved) {
     const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
-    return deliver(key, std::move(dial.socket));
+    return deliver(key, std::move(dial.socket), handshake);
   }
   const int error = shortage != 0 ? shortage : handshake.error();
   if (error == 0) {
     dial.error_text = "what listens at " + endpoint_of(dial).text() + ", where rank " +
                       std::to_string(std::get<0>(dial.key)) +
-                      " should be, and this rank have not proved to each other that they are of this group; "
-                      "give all ranks the same job secret (COLLECTIVES_SECRET)";
+                      (status == Handshake::Status::differs
+                           ? " is, and this rank do not agree whether connections are encrypted; give all "
+                             "ranks the same COLLECTIVES_ENCRYPTION"
+                           : " should be, and this rank have not proved to each other that they are of this "
+                             "group; give all ranks the same job secret (COLLECTIVES_SECRET) and the same "
+                             "COLLECTIVES_ENCRYPTION");
   }
   dial.socket.reset();
   dial.give_up_at = dial.asked + dial.limit;

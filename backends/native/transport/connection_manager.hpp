@@ -28,6 +28,7 @@
 #include "memory/descriptor.hpp"
 #include "security/handshake.hpp"
 #include "security/peer_process.hpp"
+#include "sockets/connection.hpp"
 #include "state/hello.hpp"
 #include "state/membership.hpp"
 
@@ -55,7 +56,7 @@ class ConnectionManager {
   // The connection with that rank, dialled here or there, once: non-blocking, authenticated, with nothing
   // read from it yet. Empty where it is not there. Throws where it was dialled here in vain:
   // ErrorKind::peer_lost where nobody listens there any more, else ErrorKind::network.
-  Descriptor take(int rank, Purpose purpose, int index);
+  Connection take(int rank, Purpose purpose, int index);
 
   // Grows with each connection that can be taken, and each that failed; this rank's mail doorbell rings then.
   // Acquire: what it counts can be taken.
@@ -63,11 +64,13 @@ class ConnectionManager {
 
   // For a pair of ranks that both call it: the higher one dials, both wait, as an operation on the thread
   // that executes it.
-  Descriptor connect(const Call& call, int rank, Purpose purpose, int index);
+  Connection connect(const Call& call, int rank, Purpose purpose, int index);
 
   // Rings this rank's mail doorbell, once, when the socket can be read from (or written to, with `write`), or
   // its connection has ended.
   void watch(int socket, bool write);
+  // Fails the group, because a connection with that rank was tampered with.
+  void fail_forged(int rank, Purpose purpose) const;
   // To be called before a socket is closed that was watched.
   void unwatch(int socket);
 
@@ -123,7 +126,7 @@ class ConnectionManager {
   void retry(Dial& dial, int error);
   void fail(Dial& dial, ErrorKind kind);
   void handle_timers(Nanoseconds now);
-  void deliver(const Key& key, Descriptor socket);
+  void deliver(const Key& key, Descriptor socket, const Handshake& handshake);
   int poll_timeout_ms(Nanoseconds now) const;
   // Adds it to epoll, or changes the events of one that is there.
   void add(Source source, int fd, std::uint32_t events) const;
@@ -140,7 +143,7 @@ class ConnectionManager {
   Nanoseconds accept_again_at_ = 0;
 
   std::mutex mutex_;  // guards what follows, but for `changes_` and the thread
-  std::map<Key, Descriptor> ready_;
+  std::map<Key, Connection> ready_;
   std::map<Key, Error> failed_;
   std::set<Key> asked_;
   std::vector<Key> wanted_;  // asked for and not begun

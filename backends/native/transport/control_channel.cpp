@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "memory/close_on_fork.hpp"
+#include "memory/descriptor.hpp"
 #include "sockets/tcp_socket.hpp"
 #include "state/rank_context.hpp"
 #include "transport/connection_manager.hpp"
@@ -21,9 +21,11 @@ constexpr Nanoseconds kTick = 100 * kMillisecond;
 // this one sends whose acknowledgement shows that the way there is open.
 constexpr int kChecksToPing = 4;
 // A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something
-// to acknowledge, has vanished. This kernel sends it eight times meanwhile. Checks and not time are counted,
-// in case it was this machine that was suspended, or this thread that did not run.
-constexpr int kChecksToVanish = 22;
+// to acknowledge, has vanished. This kernel sends it several times meanwhile. Checks and not time are
+// counted, in case it was this machine that was suspended, or this thread that did not run. Networks that
+// change over to another path, and virtual machines whose cores are taken or that move, are silent for some
+// seconds.
+constexpr int kChecksToVanish = 45;
 // Where a connection ends after so many of them, the other side has given up on this one.
 constexpr int kChecksToDoubt = 5;
 // A stopped process reads nothing, so it gets no more pings than fit into the kernel's buffer. After them
@@ -60,16 +62,16 @@ ControlChannel::~ControlChannel() {
   for (const auto& [fd, link] : links_) cancel_close_on_fork(fd);
 }
 
-void ControlChannel::add_link(int leader, Descriptor socket) {
-  const int fd = socket.get();
-  keep_alive(socket);
-  repeat_steadily(socket);
+void ControlChannel::add_link(int leader, Connection connection) {
+  const int fd = connection.socket.get();
+  keep_alive(connection.socket);
+  repeat_steadily(connection.socket);
   connections_.add(ConnectionManager::Source::control, fd, EPOLLIN);
   close_on_fork(fd);
   connected_.insert(leader);
   Link& link = links_[fd];
   link.leader = leader;
-  link.socket = std::move(socket);
+  link.connection = std::move(connection);
   link.missed_status = true;
   send_history(link);
   check_soon();
@@ -134,8 +136,7 @@ void ControlChannel::send_history(Link& link) {
 
 void ControlChannel::flush(Link& link) {
   while (!link.out.empty()) {
-    const ssize_t sent =
-        ::send(link.socket.get(), link.out.data(), link.out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = link.connection.channel.send(link.out.data(), link.out.size());
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && errno == EAGAIN) break;
     if (sent < 0) {
@@ -146,12 +147,12 @@ void ControlChannel::flush(Link& link) {
       break;
     }
     link.out.erase(0, static_cast<std::size_t>(sent));
-    link.sent += static_cast<std::uint64_t>(sent);
     link.quiet = 0;
   }
-  if (departure_announced_ && link.out.empty()) ::shutdown(link.socket.get(), SHUT_WR);
+  link.sent = link.connection.channel.handed_over();
+  if (departure_announced_ && link.out.empty()) ::shutdown(link.connection.socket.get(), SHUT_WR);
   const bool more = !link.out.empty();
-  connections_.add(ConnectionManager::Source::control, link.socket.get(),
+  connections_.add(ConnectionManager::Source::control, link.connection.socket.get(),
                    more ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
@@ -242,7 +243,7 @@ bool ControlChannel::takes_statuses(const Link& link) noexcept {
 
 void ControlChannel::check_link(Link& link) {
   if (link.closing) return;
-  const std::uint64_t waiting = unacknowledged_bytes(link.socket);
+  const std::uint64_t waiting = unacknowledged_bytes(link.connection.socket);
   const std::uint64_t acknowledged = link.sent - waiting;
   if (waiting == 0 || acknowledged != link.acknowledged) {
     link.acknowledged = acknowledged;
@@ -296,9 +297,23 @@ void ControlChannel::read(Link& link) {
   int error = 0;
   bool ended = false;
   for (;;) {
-    const ssize_t got = ::recv(link.socket.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
+    ssize_t got = 0;
+    try {
+      got = link.connection.channel.receive(bytes, sizeof(bytes));
+    } catch (const std::exception& failure) {  // of this process, and ever after the same
+      context_.abort("rank " + std::to_string(context_.rank()) + " failed: " + failure.what());
+      send_failure();
+      link.closing = true;
+      return;
+    }
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) break;
+    if (got < 0 && errno == kForged) {
+      connections_.fail_forged(link.leader, Purpose::control);
+      send_failure();  // on this link, too: the other direction may be whole
+      link.closing = true;
+      return;
+    }
     if (got <= 0) {
       ended = true;
       error = got < 0 ? errno : link.send_error;

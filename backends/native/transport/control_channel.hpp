@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "common/clock.hpp"
-#include "memory/descriptor.hpp"
+#include "sockets/connection.hpp"
 #include "state/rank_snapshot.hpp"
 
 namespace collectives {
@@ -40,7 +40,7 @@ class ControlChannel {
   ControlChannel& operator=(const ControlChannel&) = delete;
 
   // Takes the connection with another leader, and sends what it has missed.
-  void add_link(int leader, Descriptor socket);
+  void add_link(int leader, Connection connection);
   // Whether all other leaders have been connected with.
   bool complete() const;
   // Whether that leader may connect once more: it may have found out first that a connection has ended, and
@@ -77,7 +77,7 @@ class ControlChannel {
 
   struct Link {
     int leader = 0;
-    Descriptor socket;
+    Connection connection;
     std::string out;                    // not sent yet
     std::string in;                     // not handled yet
     int unanswered = 0;                 // pings since the other process last sent anything

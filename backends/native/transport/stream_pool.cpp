@@ -108,25 +108,24 @@ int sockets_to_fill(int socket) {
 StreamPool::StreamPool(RankContext& context, ConnectionManager& connections)
     : context_(context), connections_(connections), sockets_(sockets_from_environment()) {}
 
-int StreamPool::sockets_for(const Descriptor& first) const {
-  return sockets_ > 0 ? sockets_ : sockets_to_fill(first.get());
+int StreamPool::sockets_for(const Connection& first) const {
+  return sockets_ > 0 ? sockets_ : sockets_to_fill(first.socket.get());
 }
 
 Stream& StreamPool::with(const Call& call, int rank) {
   const auto found = streams_.find(rank);
   if (found != streams_.end()) return found->second;
-  std::vector<Descriptor> sockets;
+  std::vector<Connection> sockets;
   sockets.push_back(connections_.connect(call, rank, Purpose::stream, 0));
   Preamble preamble;
   {
     // The preamble goes through a stream of its own, because that can wait.
-    std::vector<Descriptor> first;
+    std::vector<Connection> first;
     first.push_back(std::move(sockets.front()));
-    const int fd = first.front().get();
     StreamSession session(context_, call, *this);
     if (context_.rank() > rank) {
       preamble.sockets = static_cast<std::uint32_t>(sockets_for(first.front()));
-      if (::send(fd, &preamble, sizeof(preamble), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(preamble))) {
+      if (first.front().channel.send(&preamble, sizeof(preamble)) != static_cast<ssize_t>(sizeof(preamble))) {
         throw Error(ErrorKind::network, with_errno("a new connection broke", errno), {.rank = rank});
       }
     } else {
@@ -166,7 +165,14 @@ bool StreamSession::pump() {
   for (Stream* stream : active_) {
     try {
       moved = stream->pump() || moved;
-    } catch (const Error&) {
+    } catch (const ForgedError&) {
+      context_.throw_forged(stream->peer(), Purpose::stream);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::network) {
+        // Of this process alone, as where libcrypto refuses: peers wait for what will not come.
+        context_.abort("rank " + std::to_string(context_.rank()) + " failed: " + error.message());
+        throw;
+      }
       context_.throw_connection_lost(call_, stream->peer());
     }
   }
@@ -186,11 +192,15 @@ void StreamSession::wait(int peer, Nanoseconds most) {
   if (call_.interrupt != nullptr) call_.interrupt->blocks();
   waiting_.clear();
   waiting_.push_back({.fd = context_.poll_event(), .events = POLLIN, .revents = 0});
-  for (const Stream* stream : active_) stream->add_to(waiting_);
+  bool holds = false;
+  for (const Stream* stream : active_) {
+    stream->add_to(waiting_);
+    holds = holds || stream->holds();
+  }
   const Nanoseconds now = now_ns();
   if (next_check_ == 0) next_check_ = now + kCheckEvery;
   const Nanoseconds patience =
-      std::max<Nanoseconds>(std::min({kLongestSleep, most, call_.deadline - now}), 0);
+      holds ? 0 : std::max<Nanoseconds>(std::min({kLongestSleep, most, call_.deadline - now}), 0);
   const timespec limit{static_cast<time_t>(patience / kSecond), static_cast<long>(patience % kSecond)};
   const int ready = ::ppoll(waiting_.data(), waiting_.size(), &limit, nullptr);
   if (ready < 0 && errno != EINTR) throw Error(ErrorKind::network, with_errno("poll failed", errno));

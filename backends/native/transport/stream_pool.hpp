@@ -29,7 +29,7 @@ class StreamPool {
   std::byte* scratch(std::size_t bytes);
 
  private:
-  int sockets_for(const Descriptor& first) const;
+  int sockets_for(const Connection& first) const;
 
   RankContext& context_;
   ConnectionManager& connections_;

@@ -1,7 +1,5 @@
 #include "transport/tcp_mailbox.hpp"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -31,7 +29,7 @@ TcpInbox::TcpInbox(ConnectionManager& connections, int sender, int receiver)
 // ---- sending
 
 TcpOutbox::~TcpOutbox() {
-  if (socket_ && watched_) connections_.unwatch(socket_.get());
+  if (connection_ && watched_) connections_.unwatch(connection_.socket.get());
 }
 
 void TcpOutbox::end(const std::string& error_text) {
@@ -42,7 +40,7 @@ void TcpOutbox::end(const std::string& error_text) {
 }
 
 std::string TcpOutbox::error_text() const {
-  return dialled_ && !socket_ && ended_ == 0 ? connections_.connection_error() : error_text_;
+  return dialled_ && !connection_ && ended_ == 0 ? connections_.connection_error() : error_text_;
 }
 
 void TcpOutbox::connect() {
@@ -55,15 +53,15 @@ void TcpOutbox::connect() {
   }
   seen_changes_ = changes;
   try {
-    socket_ = connections_.take(receiver_, Purpose::mail, index_);
+    connection_ = connections_.take(receiver_, Purpose::mail, index_);
   } catch (const Error& error) {
     end(error.message());
   }
 }
 
 std::size_t TcpOutbox::room() {
-  if (!socket_ && ended_ == 0) connect();
-  if (!socket_ || ended_ != 0) return 0;
+  if (!connection_ && ended_ == 0) connect();
+  if (!connection_ || ended_ != 0) return 0;
   flush();
   return rest_.empty() && ended_ == 0 ? kMailBufferBytes : 0;
 }
@@ -71,7 +69,13 @@ std::size_t TcpOutbox::room() {
 std::size_t TcpOutbox::push(const std::byte* bytes, std::size_t count) {
   std::size_t done = 0;
   while (done < count && ended_ == 0) {
-    const ssize_t size = ::send(socket_.get(), bytes + done, count - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t size = 0;
+    try {
+      size = connection_.channel.send(bytes + done, count - done);
+    } catch (const std::exception& error) {  // of this process, as where libcrypto refuses
+      end(error.what());
+      break;
+    }
     if (size >= 0) {
       done += static_cast<std::size_t>(size);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -103,31 +107,38 @@ bool TcpOutbox::flushed() {
 }
 
 void TcpOutbox::before_sleep() {
-  if (!socket_ || rest_.empty() || ended_ != 0) return;
+  if (!connection_ || rest_.empty() || ended_ != 0) return;
   watched_ = true;
-  connections_.watch(socket_.get(), true);
+  connections_.watch(connection_.socket.get(), true);
 }
 
 // ---- receiving
 
 TcpInbox::~TcpInbox() {
-  if (socket_ && watched_) connections_.unwatch(socket_.get());
+  if (connection_ && watched_) connections_.unwatch(connection_.socket.get());
 }
 
 std::size_t TcpInbox::available() {
-  if (!socket_) {
+  if (!connection_) {
     const std::uint64_t changes = connections_.changes();
     if (changes == seen_changes_) return 0;
     seen_changes_ = changes;
-    socket_ = connections_.take(sender_, Purpose::mail, index_);
-    if (!socket_) return 0;
+    connection_ = connections_.take(sender_, Purpose::mail, index_);
+    if (!connection_) return 0;
     buffer_ = std::make_unique_for_overwrite<std::byte[]>(kMailBufferBytes);
   }
   while (end_ - begin_ < kLeastWanted && ended_ == 0) {
     std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
-    const ssize_t size = ::recv(socket_.get(), buffer_.get() + end_, kMailBufferBytes - end_, MSG_DONTWAIT);
+    ssize_t size = 0;
+    try {
+      size = connection_.channel.receive(buffer_.get() + end_, kMailBufferBytes - end_);
+    } catch (const std::exception& error) {
+      error_text_ = error.what();
+      ended_ = now_ns();
+      break;
+    }
     if (size > 0) {
       end_ += static_cast<std::size_t>(size);
       armed_ = false;
@@ -135,7 +146,13 @@ std::size_t TcpInbox::available() {
     }
     if (size < 0 && errno == EINTR) continue;
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-    error_text_ = size == 0 ? "the connection has ended" : with_errno("the connection broke", errno);
+    const int error = size < 0 ? errno : 0;
+    if (error == kForged) {
+      error_text_ = forged_text();
+      connections_.fail_forged(sender_, Purpose::mail);
+    } else {
+      error_text_ = error == 0 ? "the connection has ended" : with_errno("the connection broke", error);
+    }
     ended_ = now_ns();
   }
   return end_ - begin_;
@@ -151,10 +168,11 @@ void TcpInbox::read(void* bytes, std::size_t count) {
 }
 
 void TcpInbox::before_sleep() {
-  if (!socket_ || armed_ || ended_ != 0) return;
+  if (!connection_ || armed_ || ended_ != 0) return;
   watched_ = true;
   armed_ = true;
-  connections_.watch(socket_.get(), false);
+  // What was read and not given yet is looked for at once.
+  connections_.watch(connection_.socket.get(), connection_.channel.holds());
 }
 
 }  // namespace collectives

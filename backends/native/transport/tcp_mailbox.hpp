@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/descriptor.hpp"
+#include "sockets/connection.hpp"
 #include "transport/mailbox.hpp"
 
 namespace collectives {
@@ -40,7 +40,7 @@ class TcpOutbox final : public Outbox {
   ConnectionManager& connections_;
   const int receiver_;
   const int index_;
-  Descriptor socket_;
+  Connection connection_;
   bool dialled_ = false;
   bool watched_ = false;
   std::uint64_t seen_changes_ = 0;
@@ -69,7 +69,7 @@ class TcpInbox final : public Inbox {
   ConnectionManager& connections_;
   const int sender_;
   const int index_;
-  Descriptor socket_;
+  Connection connection_;
   bool watched_ = false;  // ever
   bool armed_ = false;    // since the last bytes came
   std::uint64_t seen_changes_ = 0;

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core.types import Options, ReduceOp
 
 _NONE = timedelta(0)
+_Record = TypeVar("_Record", bound="BackendOptions")
 
 
 class GeneralOptions(c10d.Backend.Options):
@@ -32,6 +34,9 @@ class BackendOptions(c10d.Backend.Options):
     __slots__ = ()
 
     _backend: ClassVar[str]
+    _shown: ClassVar[str]
+    """What messages call the class."""
+
     _timeout = None  # type: ignore[assignment]  # a record says nothing of it, so that torch takes its default
 
     def __post_init__(self) -> None:
@@ -47,7 +52,52 @@ class BackendOptions(c10d.Backend.Options):
         return type(self), self._values()
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]
+        return tuple(getattr(self, name) for name in self.names())
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the names of the options."""
+        return tuple(one.name for one in fields(cls))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(  # noqa: PYI019 - Self is not there before Python 3.11
+        cls: type[_Record], given: Any, where: str, default: Callable[[], _Record]
+    ) -> _Record:
+        """Returns the options that a user gave: a record, or a dict of some fields, or ``None``.
+
+        Args:
+            given: the options.
+            where: what stands in front of a message.
+            default: makes those that count where the user says nothing.
+
+        Raises:
+            TypeError: they are something else.
+        """
+        if given is None or isinstance(given, Mapping):
+            fields_given = given or {}
+            refuse_unknown_options(fields_given, cls.names(), where)
+            return replace(default(), **fields_given)  # type: ignore[type-var]
+        if not isinstance(given, cls):
+            kind = type(given)
+            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            raise TypeError(f"{where} they must be {cls._shown}, but are of type {module}{kind.__qualname__}")
+        return given
+
+
+def refuse_unknown_options(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises where options have a name that is not known.
+
+    Args:
+        given: the options by name.
+        known: the names that there are.
+        where: what stands in front of the message.
+
+    Raises:
+        TypeError: a name is not known; the message lists those that are.
+    """
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise TypeError(f"{where} unknown are {', '.join(unknown)}; known are {', '.join(known)}")
 
 
 def is_general(options: object) -> bool:

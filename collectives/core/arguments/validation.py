@@ -110,13 +110,6 @@ def only_tensor(group: Group, operation: str, tensors: object, what: str = "tens
     return check_tensor(group, operation, tensor, what)
 
 
-def inner_list(tensors: Any) -> Any:
-    """Returns the list in a list of one list, as torch wraps them; anything else as it is."""
-    if isinstance(tensors, (list, tuple)) and len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
-        return tensors[0]
-    return tensors
-
-
 def check_list(group: Group, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
     """Returns a list of tensors with one entry for each rank.
 
@@ -232,12 +225,6 @@ def check_rank(group: Group, operation: str, rank: object, what: str) -> int:
     return rank
 
 
-def check_root_tensor(group: Group, operation: str, index: int) -> None:
-    """Checks which of the root's tensors a record names; one process drives one device, so there is one."""
-    if index:
-        fail(group, operation, f"rootTensor is {index}, but there is only tensor 0")
-
-
 def check_tag(group: Group, operation: str, tag: object) -> int:
     """Returns ``tag`` where it is a non-negative 32-bit int, and 0 where the group has no tags."""
     if isinstance(tag, bool) or not isinstance(tag, int):
@@ -316,21 +303,24 @@ def check_rooted_list(
 
     It is empty on the other ranks.
     """
-    tensors = inner_list(tensors) if tensors else None
+    # Not by the truth of what is given, which may be a tensor by mistake.
+    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
     if group.rank() != root:
-        if tensors:
-            fail(group, operation, f"only the root, rank {root}, gives the {what}; give None here")
+        if not absent:
+            reason = f"{what} is for the root, rank {root} of the group; give None on this rank"
+            fail(group, operation, reason)
         return []
-    if tensors is None:
-        fail(group, operation, f"the root must give the {what}, one tensor for each of {group.size()} ranks")
+    if absent:
+        ranks = f"{group.size()} ranks"
+        fail(group, operation, f"this rank is the root and must give {what}, a tensor for each of {ranks}")
     entries = check_list(group, operation, tensors, what)
-    check_same_dtype(group, operation, [own, *entries], f"the {what} and the single tensor")
+    check_same_dtype(group, operation, [own, *entries], f"{what} and the single tensor")
     for i, entry in enumerate(entries):
         check_numel(
             group,
             operation,
             entry,
-            f"entry {i} of the {what}",
+            f"entry {i} of {what}",
             own.numel(),
             "all ranks' tensors are equal in size",
         )
@@ -454,6 +444,7 @@ def checked_call(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     device: torch.device | int | None = None,
+    listed: str = "",
 ) -> Call:
     """Returns the call of a collective; raises unless this rank may issue it.
 
@@ -470,6 +461,7 @@ def checked_call(
         output_split_sizes: rows of each part of the output; ``None`` or empty for equal parts.
         input_split_sizes: rows of each part of the input; likewise.
         device: of a barrier.
+        listed: what the user calls the list of a tensor for each rank, which is then not in a list of one.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -492,14 +484,26 @@ def checked_call(
     if Operand.PARTS in form:
         _PAIRS[form](group, call, outputs, inputs, output_split_sizes, input_split_sizes)
     else:
-        _take_operands(group, call, outputs, inputs, root_tensor)
+        if not listed and operation.output is Operand.EACH:
+            outputs = _unwrapped(outputs)
+        if not listed and operation.input is Operand.EACH:
+            inputs = _unwrapped(inputs)
+        _take_operands(group, call, outputs, inputs, root_tensor, listed)
     group._admit(name, call.tensor, reduction if operation.reduces else None)
     if operation.writes == "all" or call.writes_on(group.rank()):
         check_outputs(group, name, call.outputs, "tensor" if operation.in_place else "output")
     return call
 
 
-def _take_operands(group: Group, call: Call, outputs: Any, inputs: Any, root_tensor: int) -> None:
+def _unwrapped(tensors: Any) -> Any:
+    """Returns the list in a list of one list, as torch wraps them; anything else as it is."""
+    wraps = isinstance(tensors, (list, tuple)) and len(tensors) == 1
+    return tensors[0] if wraps and isinstance(tensors[0], (list, tuple)) else tensors
+
+
+def _take_operands(
+    group: Group, call: Call, outputs: Any, inputs: Any, root_tensor: int, listed: str
+) -> None:
     """Takes single tensors, and lists of one for each rank."""
     operation = call.operation
     name = operation.name
@@ -511,18 +515,23 @@ def _take_operands(group: Group, call: Call, outputs: Any, inputs: Any, root_ten
     if operation.rooted:
         check_rank(group, name, call.root, "root")
         if operation in {operations.BROADCAST, operations.REDUCE}:
-            check_root_tensor(group, name, root_tensor)
+            if root_tensor:  # one process drives one device
+                fail(group, name, f"rootTensor is {root_tensor}, but there is only tensor 0")
         elif operation is operations.GATHER:
-            call.outputs = check_rooted_list(group, name, outputs, call.input, call.root, "output list")
+            call.outputs = check_rooted_list(
+                group, name, outputs, call.input, call.root, listed or "the output list"
+            )
         else:
-            call.inputs = check_rooted_list(group, name, inputs, call.output, call.root, "input list")
+            call.inputs = check_rooted_list(
+                group, name, inputs, call.output, call.root, listed or "the input list"
+            )
         return
     if operation.in_place:
         return
     if operation.output is Operand.EACH:
-        call.outputs = check_list(group, name, inner_list(outputs), "output list")
+        call.outputs = check_list(group, name, outputs, listed or "output list")
     if operation.input is Operand.EACH:
-        call.inputs = check_list(group, name, inner_list(inputs), "input list")
+        call.inputs = check_list(group, name, inputs, listed or "input list")
     _check_sizes(group, call)
 
 

@@ -15,16 +15,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.logs import Log
+from collectives.store.process import current_process
 
 log = Log()
 
@@ -43,35 +42,14 @@ _METRICS = {
 
 
 class RecordedGroup(Protocol):
-    """The part of a group that dumps use."""
+    """A group as dumps see it."""
 
     @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """Ranks of the members in the default group, by group rank."""
+    def is_recorded(self) -> bool:
+        """Whether dumps show it."""
 
-    def rank(self) -> int:
-        """Returns this process's rank within the group."""
-
-    def size(self) -> int:
-        """Returns the number of ranks."""
-
-    def name(self) -> str:
-        """Returns the backend's name."""
-
-    @property
-    def group_name(self) -> str:
-        """Name of the group."""
-
-    @property
-    def group_desc(self) -> str:
-        """Free text that describes the group."""
-
-    @property
-    def flight_record(self) -> FlightRecord:
-        """Its operations."""
-
-    def stats(self) -> Totals:
-        """Returns its totals."""
+    def _recorded(self) -> dict[str, Any]:
+        """Returns what dumps tell of the group."""
 
 
 class _Groups:
@@ -81,12 +59,24 @@ class _Groups:
         self._lock = threading.RLock()  # a signal handler may dump while its thread makes a group
         self._groups: dict[int, weakref.ref[RecordedGroup]] = {}
         self._made = 0
+        self._changes = 0
 
     def add(self, group: RecordedGroup) -> None:
         with self._lock:
             self._groups = {number: kept for number, kept in self._groups.items() if kept() is not None}
             self._groups[self._made] = weakref.ref(group)
             self._made += 1
+            self._changes += 1
+
+    def note_change(self) -> None:
+        """Takes note that a group has other members than before."""
+        with self._lock:
+            self._changes += 1
+
+    @property
+    def changes(self) -> int:
+        """How often a group was made, or got other members."""
+        return self._changes
 
     def all(self) -> list[RecordedGroup]:
         """Returns them in the order in which they were made."""
@@ -94,21 +84,21 @@ class _Groups:
             found = [kept() for kept in self._groups.values()]
         return [group for group in found if group is not None]
 
+    def recorded(self) -> list[dict[str, Any]]:
+        """Returns what dumps tell of them, in the order in which they were made."""
+        return [group._recorded() for group in self.all() if group.is_recorded]
 
-_groups = _Groups()
+
+groups = _Groups()
+"""All groups of this process."""
 
 
 def _start_over() -> None:
     """In a forked child, which is no member of its parent's groups."""
-    _groups.__init__()  # type: ignore[misc]
+    groups.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_start_over)
-
-
-def register(group: RecordedGroup) -> None:
-    """Adds a group to those whose operations dumps show."""
-    _groups.add(group)
 
 
 def snapshot(reason: str) -> dict[str, Any]:
@@ -117,48 +107,25 @@ def snapshot(reason: str) -> dict[str, Any]:
     Args:
         reason: why it is taken.
     """
-    groups = _groups.all()
     now, wall = time.monotonic_ns(), time.time_ns()
+    recorded, own = groups.recorded(), current_process()
     return {
         "format": FORMAT,
         "reason": reason,
-        "rank": _own_rank(groups),
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "boot": _boot(),
+        "rank": _own_rank(recorded),
+        "process": own.pid,
+        "host": own.host,
+        "boot": own.boot.hex() if any(own.boot) else own.host,
         "monotonic_ns": now,
         "time_ns": wall,
-        "groups": [_values(group) for group in groups],
+        "groups": recorded,
     }
 
 
-def _values(group: RecordedGroup) -> dict[str, Any]:
-    record = group.flight_record
-    operations = record.operations()
-    return {
-        "name": group.group_name,
-        "description": group.group_desc,
-        "backend": group.name(),
-        "rank": group.rank(),
-        "global_ranks": list(group.global_ranks),
-        "begun": record.begun,
-        "stats": group.stats(),
-        "operations": [operation.values() for operation in operations],
-    }
-
-
-def _own_rank(groups: Sequence[RecordedGroup]) -> int:
+def _own_rank(groups: Sequence[Mapping[str, Any]]) -> int:
     """Returns this process's rank in its largest group, which is the world; -1 without groups."""
-    largest = max(groups, key=lambda group: group.size(), default=None)
-    return -1 if largest is None else largest.global_ranks[largest.rank()]
-
-
-def _boot() -> str:
-    """Returns what tells the machine, and its start, from which the monotonic clock counts."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return socket.gethostname()
+    largest = max(groups, key=lambda group: int(group["size"]), default=None)
+    return -1 if largest is None else int(largest["global_ranks"][largest["rank"]])
 
 
 def dump(path: str | Path | None, reason: str) -> Path:
@@ -198,7 +165,7 @@ def dump_at_error(reason: str) -> None:
     """Writes the flight record where the environment names a file; an error of that is logged only."""
     if not os.environ.get(FILE_VARIABLE):
         return
-    own = Log(rank=_own_rank(_groups.all()))
+    own = Log(rank=_own_rank(groups.recorded()))
     try:
         file = dump(None, reason)
     except OSError as error:
@@ -209,16 +176,16 @@ def dump_at_error(reason: str) -> None:
 
 def prometheus_text() -> str:
     """Returns the totals of all groups in the text format of Prometheus."""
-    groups = _groups.all()
+    recorded = groups.recorded()
     lines: list[str] = []
     for key, (metric, meaning) in _METRICS.items():
         lines += [f"# HELP collectives_{metric} {meaning}", f"# TYPE collectives_{metric} counter"]
-        for group in groups:
-            for operation, totals in group.flight_record.totals().items():
+        for group in recorded:
+            for operation, totals in group["stats"].items():
                 labels = {
-                    "group": group.group_name,
-                    "backend": group.name(),
-                    "rank": str(group.rank()),
+                    "group": group["name"],
+                    "backend": group["backend"],
+                    "rank": str(group["rank"]),
                     "operation": operation,
                 }
                 text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())

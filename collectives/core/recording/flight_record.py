@@ -22,6 +22,7 @@ twice. Readers hold up nobody: they leave out an entry that is overwritten meanw
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
 import time
@@ -168,8 +169,9 @@ class FlightRecord:
         self.totals_of: Totals = {}
         self._begun = 0
         self._failed = False
+        self._generations: list[int] = []
         self.lock = threading.RLock()  # a signal handler may read the record while its thread writes
-        self._on_first_error = on_first_error
+        self.at_first_error = [on_first_error]
 
     @property
     def of_core(self) -> _native.OperationRecord:
@@ -189,7 +191,18 @@ class FlightRecord:
         with self.lock:
             first, self._failed = not self._failed, True
         if first:
-            self._on_first_error(error)
+            for listener in list(self.at_first_error):
+                listener(error)
+
+    def begin_generation(self) -> None:
+        """Notes that the group has other members from now on, whose first error is told again."""
+        with self.lock:
+            self._generations.append(time.monotonic_ns())
+            self._failed = False
+
+    def generation_of(self, operation: RecordedOperation) -> int:
+        """Returns how often the group had taken other members when an operation began."""
+        return bisect.bisect(self._generations, operation.began)
 
     def begin(self, operation: RecordedOperation) -> None:
         """Adds an operation; the oldest one makes room."""

@@ -46,6 +46,7 @@ def over_double(rank: int, size: int) -> None:
         group.shutdown()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
 def test_every_operation_on_a_device(size: int) -> None:
     run_ranks(over_double, size, timeout=110.0, isolated=True)

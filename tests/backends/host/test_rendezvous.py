@@ -18,11 +18,12 @@ from harness import current_store, run_ranks
 from collectives import DistError, DistNetworkError, DistStoreError
 from collectives.backends.host import ProcessGroupHost, rendezvous
 from collectives.backends.host import rendezvous_records as records
-from collectives.backends.host.network import KnownListeners
 from collectives.backends.host.rendezvous import group_key
 from collectives.errors import PeerLostError
 from collectives.store import PrefixStore
+from collectives.store.encryption import Encryption
 from collectives.store.joining import agreement
+from collectives.store.joining.known_listeners import KnownListeners
 from collectives.store.records import read
 
 SECRET = "a secret that all ranks of this job share"
@@ -32,7 +33,18 @@ POLLS = 10
 
 # ---- what is published -------------------------------------------------------------------------------------
 
-LOCATION = {"place": "here", "system": "kernel net", "address": "a-name", "key": "0f" * 32, "tuning": {}}
+LOCATION = {
+    "place": "here",
+    "system": "kernel net",
+    "address": "a-name",
+    "key": "0f" * 32,
+    "encryption": 0,
+    "tuning": {},
+    "threads": 2,
+    "chosen": False,
+    "cores": "ff",
+    "granted": 8,
+}
 PLAN = records.new_plan([LOCATION, {**LOCATION, "place": "there"}, LOCATION])
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
 OTHER = {**LISTENER, "leader": 1}
@@ -55,6 +67,18 @@ def test_a_plan_tells_machines_and_counts_the_ranks_of_each_host_in_all_its_cont
     assert (made["one_system"], made["ranks_on_host"]) == (False, [2, 2, 1])
     assert PLAN["one_system"]
     assert (PLAN["machines"], PLAN["ranks_on_host"]) == ([[0, 2], [1]], [3, 3, 3])
+
+
+def test_a_plan_encrypts_between_systems_where_there_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = [LOCATION, {**LOCATION, "place": "there", "system": "another net"}]
+    monkeypatch.delenv("COLLECTIVES_SECRET", raising=False)
+    assert not records.new_plan(apart)["encrypts"]
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    assert records.new_plan(apart)["encrypts"]
+    assert not records.new_plan([{**one, "encryption": Encryption.OFF} for one in apart])["encrypts"]
+    together = [LOCATION, {**LOCATION, "place": "there"}]
+    assert not records.new_plan(together)["encrypts"]
+    assert records.new_plan([{**one, "encryption": Encryption.ON} for one in together])["encrypts"]
 
 
 def test_addresses_are_told_by_machine_and_rank() -> None:
@@ -83,6 +107,7 @@ def test_addresses_are_told_by_machine_and_rank() -> None:
         (plan, {**PLAN, "machines": [[0, 2], ["1"]]}, "rank '1'"),
         (plan, {**PLAN, "machines": [[0, 1, 2], []]}, "a machine without ranks"),
         (plan, {**PLAN, "one_system": 1}, "one_system = 1"),
+        (plan, {**PLAN, "encrypts": 1}, "encrypts = 1"),
         (plan, {**PLAN, "ranks_on_host": [2, 1]}, r"\[2, 1\] ranks on the hosts of 3"),
         (plan, {**PLAN, "ranks_on_host": [2, 4, 2]}, r"\[2, 4, 2\] ranks on the hosts"),
         (plan, {**PLAN, "ranks_on_host": [2, True, 2]}, r"\[2, True, 2\] ranks on the hosts"),
@@ -111,6 +136,7 @@ def test_addresses_are_told_by_machine_and_rank() -> None:
         (addresses, {**ADDRESSES, "ports": [0, 1, 2]}, r"\[0, 1, 2\], which are not"),
         (location, {**LOCATION, "key": 7}, "key = 7"),
         (location, {**LOCATION, "key": "00"}, "a key of another length"),
+        (location, {**LOCATION, "encryption": 3}, "encryption 3"),
         (location, {**LOCATION, "address": "a/../b"}, "the address 'a/../b'"),
         (location, {**LOCATION, "tuning": {"one_shot_bytes": "1"}}, "thresholds that are no numbers"),
         (plan, {**PLAN, "addresses": ["a", "b", ""]}, "the address ''"),
@@ -194,7 +220,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def known(listener: socket.socket) -> KnownListeners:
-    listeners = KnownListeners()
+    listeners = KnownListeners(0)
     listeners.places[3] = [listener.getsockname()]
     return listeners
 

@@ -20,8 +20,9 @@ from conformance import (
     test_values,
     test_works,
 )
+from conformance.oracle import Report
 from harness import current_store
-from mpi_team import Teams
+from mpi_team import Teams, find_installations
 
 import collectives as dist
 
@@ -63,7 +64,8 @@ def ids(body: Callable[..., Any]) -> str:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", test_values.NAMES)
 def test_right_values(mpi: Teams, name: str) -> None:
-    found = mpi.run(test_values.right_values, 3, name)
+    every = 1 if mpi.installation is find_installations()[0] else 3  # the core does the rest alike
+    found = mpi.run(test_values.right_values, 3, name, Report, "", "cpu", every)
     assert all(digests == found[0] for digests in found), "the ranks' results differ in their bits"
 
 
@@ -136,7 +138,8 @@ def small_ones(rank: int, size: int) -> None:
         for work in works:
             assert work is not None
             work.wait()
-        assert large.unique().tolist() == apart.unique().tolist() == [whole]
+        assert bool((large == whole).all())
+        assert apart.tolist() == [whole] * 2
     for nbytes in range(1, 1100, 7):  # across the largest that takes the fast path
         dist.all_reduce(x := torch.full((nbytes,), rank + 1, dtype=torch.uint8))
         assert x.unique().tolist() == [whole]
@@ -168,7 +171,7 @@ def every_way(rank: int, size: int) -> None:
         return list(tensors)
 
     def same(tensor: torch.Tensor, value: float) -> None:
-        assert tensor.unique().tolist() == [value], (turn, tensor)
+        assert bool((tensor == value).all()), (turn, tensor)
 
     # Among them sizes on both sides of each threshold.
     for count in (1, 300, 5_000, 6_000, 21_000, 80_000, 1_700_000):
@@ -185,7 +188,8 @@ def every_way(rank: int, size: int) -> None:
             same(x, root + 1.0)
             x, y = make(last.clone(), full)
             dist.all_gather_into_tensor(x, y)
-            assert [part.unique().tolist() for part in x] == [[other + 1.0] for other in range(size)]
+            for other, part in enumerate(x):
+                same(part, other + 1.0)
             x, y = make(full.clone(), last)
             dist.reduce_scatter_tensor(x, y)
             same(x, whole)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quantize_oracle
 import torch
 from kernel_oracle import (
     OP_NAMES,
@@ -83,11 +84,10 @@ def test_all_instruction_sets_give_the_same_bits() -> None:
     lower = sets[: sets.index(best)]
     if not lower:
         pytest.skip("this CPU has the baseline alone")
-    expected = [digest(), partials_digest()]
+    expected = [digest(), partials_digest(), quantize_oracle.digest()]
     for capability in lower:
-        ran = run_with_capability(
-            capability, "print(t._native.cpu_capability(), t.digest(), t.partials_digest())"
-        )
+        digests = "t.digest(), t.partials_digest(), t.quantize_oracle.digest()"
+        ran = run_with_capability(capability, f"print(t._native.cpu_capability(), {digests})")
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.split() == [capability, *expected]
 

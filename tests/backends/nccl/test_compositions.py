@@ -24,7 +24,9 @@ from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.device import CudaDevice
 from collectives.backends.nccl.libnccl import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
+from collectives.core import quantized
 from collectives.ddp import DistributedDataParallel
+from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
 from collectives.registry.backends import GroupOptions
 from collectives.registry.by_device import ProcessGroupByDevice
 
@@ -251,3 +253,39 @@ def on_streams(group: Any, path: Path) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_compositions_on_streams_that_run_in_other_orders(nccl_library: Path, seed: int) -> None:
     run_over_double(on_streams, 3, nccl_library, nccl_library, seed=seed, timeout=100)
+
+
+def numbers(rank: int) -> torch.Tensor:
+    return torch.randn(5000, generator=torch.Generator().manual_seed(rank)).pow(5)
+
+
+def quantized_on_streams(group: ProcessGroup) -> list[torch.Tensor]:
+    found = []
+    for dtype in quantized.FORMATS:
+        tensor = numbers(group.rank())
+        work = quantized.allreduce(group, tensor, ReduceOp.AVG, dtype=dtype, block=100)
+        other = group.allreduce(torch.ones(3))  # behind it, in the same order on all ranks
+        work.wait()
+        other.wait()
+        found.append(group.to_host(tensor).clone())
+    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.001)
+    model.register_comm_hook(QuantizedAllreduceState(group), quantized_allreduce_hook)
+    inputs = torch.ones(4, 10) * group.rank()
+    trained(model, inputs, torch.ones(4, 3))
+    found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone())
+    return found
+
+
+def test_quantized_all_reduce_on_streams(nccl_library: Path) -> None:
+    """Ranks have the same bits, and those that the core finds."""
+    ranks = run_over_double(quantized_on_streams, 3, nccl_library, timeout=100)
+    for place, results in enumerate(zip(*ranks, strict=True)):
+        assert all(torch.equal(results[0], other) for other in results)
+        if place == len(quantized.FORMATS):
+            continue
+        parts = quantized.Parts(5000, 3, quantized.FORMATS[place], 100, average=True)
+        sent = torch.stack([parts.encode(numbers(rank)).view(3, -1) for rank in range(3)])
+        reduced = torch.cat([parts.reduce(sent[:, rank].flatten(), rank) for rank in range(3)])
+        expected = torch.empty(5000)
+        parts.decode(reduced, expected)
+        assert torch.equal(results[0], expected)

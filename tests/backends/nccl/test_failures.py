@@ -543,6 +543,7 @@ group.allreduce(torch.ones(1))  # under way when the process ends
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["", "group.abort()", "group.shutdown()"])
 def test_no_watchdog_outlives_the_interpreter(nccl_library: Path, end: str) -> None:
     """One that came back from torch's store after that aborted the process."""

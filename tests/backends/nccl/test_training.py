@@ -268,6 +268,7 @@ def at_once_where_uses_are_counted(group: ProcessGroup) -> None:
         assert (module.module.head.bias.grad is None) is not with_head
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "body",
     [
@@ -397,6 +398,7 @@ def hook_failed_in_the_last_pass(group: ProcessGroup) -> None:
             group.shutdown()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "body",
     [
@@ -445,6 +447,7 @@ print("saved")
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dies", "told"),
     [(True, "rank 1 is lost"), (False, "because of rank 1, where the error was raised")],
@@ -664,6 +667,7 @@ def refused_captures(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait(timedelta(seconds=20))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_captured_collectives(nccl_library: Path, size: int) -> None:
     run_over_double(captured_collectives, size, nccl_library, nccl_library)
@@ -722,6 +726,7 @@ def launches_of_a_pass(
     return count, len(model.reducer.gradients.buckets), same
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -345,3 +346,34 @@ def ends_within_a_barrier(group: ProcessGroup) -> None:
 
 def test_shutdown_finishes_a_barrier() -> None:
     run_ranks(ends_within_a_barrier, 2, backend="round_robin")
+
+
+def meets_a_thread_that_breaks_lanes(group):
+    """One that hangs keeps who reconfigures the group waiting for the time limit only."""
+    lane, begun, ends = group.lanes[0], threading.Event(), threading.Event()
+    break_for = lane._break_for
+
+    def hangs(cause):
+        if threading.current_thread() is thread:
+            begun.set()
+            ends.wait()
+        break_for(cause)
+
+    lane._break_for = hangs
+    error = dist.PeerLostError("for this test", 0)
+    thread = threading.Thread(target=lambda: group._failed(0, group._epoch, error))
+    thread.start()
+    begun.wait()
+    handles = [group.reconfigure_handle()]
+    try:
+        with pytest.raises(CollectiveTimeoutError, match=r"another thread .* was not done within"):
+            group.reconfigure("too early", handles, timedelta(seconds=0.5))
+    finally:
+        ends.set()
+        thread.join()
+    group.reconfigure("in time", handles)
+    group.barrier().wait()
+
+
+def test_a_thread_that_hangs_holds_a_reconfiguration_up_for_its_limit() -> None:
+    run_ranks(meets_a_thread_that_breaks_lanes, 1, backend="round_robin", isolated=True)

@@ -74,6 +74,7 @@ def training(rank: int, size: int, file: str, folder: str, reads: bool) -> None:
     context.platform.finish()
 
 
+@pytest.mark.full
 def test_a_step_of_training_that_waits_is_found(nccl_library: Path, tmp_path: Path) -> None:
     run_ranks(training, 2, str(nccl_library), str(tmp_path), False, isolated=True)
     streams.CASES["no_waiting_training"].judge(ends_of(tmp_path, 2))

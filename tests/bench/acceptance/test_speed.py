@@ -31,7 +31,7 @@ def plan(platform: DoublePlatform | None = None) -> Plan:
 
 
 def record(peer: str, size: int, us: float, wrong: int = 0) -> Record:
-    times = Timing(10, us, us, us, us)
+    times = Timing(10, us, us, us, us, us)
     return Record("all_reduce", peer, 2, size, size // 4, "float32", "sum", True, times, wrong, times, 0)
 
 
@@ -60,7 +60,7 @@ def test_ours_may_take_a_tenth_and_10_us_more(
 
 
 def test_the_time_of_the_host_stands_beside_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = replace(record("nccl", 8, 21.0), host=Timing(10, 4.25, 4.0, 5.0, 4.0))
+    ours = replace(record("nccl", 8, 21.0), host=Timing(10, 4.25, 4.0, 5.0, 4.0, 4.3))
     run, at_8 = rows(monkeypatch, [ours, record("torch:nccl", 8, 20.0)])
     assert at_8.said.split("; ") == [
         "nccl 21.0 us, 0.000381 GB/s, host 4.2 us",
@@ -99,7 +99,7 @@ def test_training_may_take_a_twentieth_more_and_must_agree(
     monkeypatch: pytest.MonkeyPatch, ms: float, agrees: bool, verdict: Verdict, said: str
 ) -> None:
     def trained(peer: str, ms: float, agrees: bool) -> TrainingRecord:
-        time = Timing(4, 1e3 * ms, 1e3 * ms, 1e3 * ms, 1e3 * ms)
+        time = Timing(4, *[1e3 * ms] * 5)
         return TrainingRecord(peer, "small", 2, 1, 1, 1, 1, *[time] * 4, 1, 1, True, agrees, 1.0, agrees)
 
     def measure(options: ddp.Options) -> TrainingReport:

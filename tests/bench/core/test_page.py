@@ -46,7 +46,7 @@ class Tables(HTMLParser):
 
 
 def timing(us):
-    return Timing(10, us, us * 0.9, us * 1.25, us / 2)
+    return Timing(10, us, us * 0.9, us * 1.25, us / 2, us)
 
 
 def record(peer, size, us, operation="all_reduce"):

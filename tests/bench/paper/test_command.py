@@ -22,7 +22,7 @@ from collectives.bench.paper.command import cells_of
 from collectives.bench.paper.figures import FIGURES, INTERVALS, LANES, Options, Report
 from collectives.cli import CommandError, main
 
-SMALL = ["--quick", "--models", "small", "--batch", "1", "--backends", "host", "--budget", "1"]
+SMALL = ["--quick", "--models", "small", "--batch", "1", "--backends", "host", "--budget", "0.1"]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conformance import table
 from harness import current_store, run_ranks
-from torch.distributed.flight_recorder.components import builder, config_manager, loader
+from torch_analyzer import analyzed
 
 import collectives as dist
 from collectives.cli import main
@@ -109,6 +109,20 @@ def test_ranks_of_one_machine_share_its_clock(tmp_path: Path) -> None:
     ]
 
 
+def test_operations_of_former_members_are_not_compared(tmp_path: Path) -> None:
+    """Operations count anew in each generation, and rank 1 may have come later than rank 0."""
+    former = [operation(n, n * SECOND, n * SECOND + 1, generation=0) for n in (7, 8)]
+    now = [operation(n, (20 + n) * SECOND, (20 + n) * SECOND + 1, generation=2) for n in (1, 2)]
+    paths = [write(tmp_path, 0, [*former, *now]), write(tmp_path, 1, now[:1])]
+    for path in paths:
+        values = json.loads(path.read_text("utf-8"))
+        values["groups"][0]["generation"] = 2
+        path.write_text(json.dumps(values), "utf-8")
+    text = printed(*map(str, paths))
+    assert "gloo group '0' of 2, generation 2" in text
+    assert "gloo group '0': rank 1 had not begun all_reduce #2" in text
+
+
 def test_machines_are_aligned_by_what_ends_together(tmp_path: Path) -> None:
     """The second machine started later, and its wall clock is 5 ms fast."""
     shift, fast = 7 * SECOND, 5_000_000
@@ -193,13 +207,6 @@ def test_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     other.mkdir()
     assert "are both of rank 0" in printed(str(write(one, 0, [])), str(write(other, 0, [])), status=1)
     assert "cannot be read: No such file" in printed(str(tmp_path / "missing"), status=1)
-
-
-def analyzed(folder: Path) -> Any:
-    """Returns what torch's analyzer makes of a folder."""
-    arguments = config_manager.JobConfig().parse_args([str(folder)])
-    details, version = loader.read_dir(arguments)
-    return builder.build_db(details, arguments, version)
 
 
 def each_collective(rank: int, size: int, prefix: str) -> None:

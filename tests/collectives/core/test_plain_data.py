@@ -42,20 +42,20 @@ def test_nan_and_the_sign_of_zero_come_back() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [one for one in NATIVE_CODES if "int4x2" not in str(one)], ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (4, 3)], ids=str)
-def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_come_back(dtype: torch.dtype) -> None:
     try:
         torch.ones(1).to(dtype).view(torch.uint8)
-        tensor = torch.ones(shape).to(dtype)
+        tensors = [torch.ones(shape).to(dtype) for shape in ((), (0,), (3,), (2, 0, 5), (4, 3))]
     except (RuntimeError, TypeError, NotImplementedError):
         pytest.skip("torch makes no such tensor out of numbers")
-    if tensor.is_quantized:
+    if tensors[0].is_quantized:
         pytest.skip("not dense")
-    back = loads(memoryview(dumps({"t": tensor})))["t"]
-    assert back.dtype == dtype
-    assert back.shape == tensor.shape
-    assert back.view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8))
-    back.zero_()  # its memory is its own
+    for tensor in tensors:
+        back = loads(memoryview(dumps({"t": tensor})))["t"]
+        assert back.dtype == dtype
+        assert back.shape == tensor.shape
+        assert back.view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8))
+        back.zero_()  # its memory is its own
 
 
 def test_tensors_of_any_memory_come_back_dense() -> None:

@@ -28,6 +28,7 @@ def gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_answers_come_in_rank_order():
     with SpawnedRanks(2, bench_bodies.multiply, (10,)) as team:
         assert team.ask(1) == [10, 11]

@@ -228,12 +228,12 @@ def refusals(rank, size):
         lambda: dist.ProcessGroup.split_group(world, [0]),
         lambda: world.merge_remote_group(world.get_group_store(), 4),
         lambda: dist.ProcessGroup.merge_remote_group(world, world.get_group_store(), 4),
-        lambda: world._register_on_completion_hook(print),
         lambda: dist.ProcessGroup._register_on_completion_hook(world, print),
         world._enable_collectives_timing,
     ]
-    names = ("register_pre_hook", "register_post_hook", "reconfigure", "get_reconfigure_handle", "shrink",
-             "new_window", "allocate_tensor")  # fmt: skip
+    names = ["shrink", "new_window", "allocate_tensor"]
+    if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+        names += ["register_pre_hook", "register_post_hook"]
     for call in calls + [getattr(world, name) for name in names]:
         with pytest.raises(RuntimeError):
             call()
@@ -276,14 +276,24 @@ def bound(rank, size):
         assert summed(rank, dist.new_group(backend=backend)) == 3
         part = dist.new_group([0, 2], backend=backend)  # the rank that is left out takes no part
         assert rank == 1 or summed(rank, part) == 2
-    assert not dist.distributed_c10d._supports_reconfigure()
-    with pytest.raises(UnsupportedOperationError, match="reconfigure"):
-        dist.distributed_c10d._reconfigure(uuid=1, handles=["a", "b"])
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 15), reason="this torch binds groups to accelerators only")
 def test_bound_to_a_device():
-    run_torch(bound, 3, init={"device_id": torch.device("cpu:0"), "enable_reconfigure": True})
+    run_torch(bound, 3, init={"device_id": torch.device("cpu:0")})
+
+
+def cannot_change_its_members(rank, size):
+    """Backends that cannot change a group's members do not look at the flag."""
+    assert summed(rank) == 1
+    assert not dist.distributed_c10d._supports_reconfigure()
+    with pytest.raises(UnsupportedOperationError, match="gloo cannot give a group other members"):
+        dist.distributed_c10d._reconfigure(uuid=1, handles=["a", "b"])
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="this torch cannot change a group's members")
+def test_groups_that_cannot_change_their_members():
+    run_torch(cannot_change_its_members, 2, backend="collectives_gloo", init={"enable_reconfigure": True})
 
 
 def again_and_again(rank, size):

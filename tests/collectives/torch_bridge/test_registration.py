@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from importlib.metadata import entry_points
 
 import pytest
@@ -82,6 +83,33 @@ def test_entry_points_by_name_are_those_of_the_table():
     plain = {name.lower() for name in ours if ":" not in name} - {"collectives_gloo"}
     assert plain == {name for name in entries if name.startswith("collectives")}
     assert {entries[name].load() for name in plain} == {collectives_registration.register}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "asked"),
+    [(None, False), ("", False), ("other", False), ("collectives", True), ("other,collectives", True)],
+)
+def test_vllm_takes_our_platform_where_it_is_told(monkeypatch, plugins, asked):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    (platform,) = [one for one in entry_points(group="vllm.platform_plugins") if one.name == "collectives"]
+    (check,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "collectives"]
+    name = platform.load()()
+    assert name == ("collectives.integrations.vllm.platform.CollectivesPlatform" if asked else None)
+
+    vllm = types.ModuleType("vllm.platforms")
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", vllm)
+    ours = type("CollectivesPlatform", (), {"__module__": "collectives.integrations.vllm.platform"})
+    vllm.current_platform = ours()
+    check.load()()
+    vllm.current_platform = type("CpuPlatform", (), {"__module__": "vllm.platforms.cpu"})()
+    if asked:
+        with pytest.raises(RuntimeError, match="vLLM took the platform CpuPlatform; unset VLLM_TARGET"):
+            check.load()()
+    else:
+        check.load()()
 
 
 PROGRAM = """

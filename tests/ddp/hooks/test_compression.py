@@ -1,4 +1,4 @@
-"""Hooks that gather encoded gradients: quantization, one bit, the largest elements, adaptive precision."""
+"""Hooks that encode gradients: quantization, one bit, the largest elements, adaptive precision."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 
 SHAPES = {"m": (40, 30), "bias": (7,), "scale": (), "none": (0, 3)}
@@ -97,9 +98,15 @@ def test_the_largest_elements_arrive_exactly(size, ratio) -> None:
     assert int((decoded(codec, equal) != 0).sum()) == count
 
 
+def float8(group):
+    return QuantizedAllreduceState(group, dtype=torch.float8_e4m3fn, block=100)
+
+
 HOOKS = {
     "pertensor": (lambda group: group, quantization_pertensor_hook, 0.01),
     "perchannel": (lambda group: group, quantization_perchannel_hook, 0.01),
+    "int8": (QuantizedAllreduceState, quantized_allreduce_hook, 0.005),
+    "float8": (float8, quantized_allreduce_hook, 0.02),
     "one bit": (lambda group: OneBitState(group, block=64), one_bit_hook, 0.8),
     "top k": (lambda group: TopKState(group, 0.05), top_k_hook, 0.95),
     "adaptive": (lambda group: AdaptiveState(group, interval=2), adaptive_hook, 0.6),
@@ -212,14 +219,14 @@ def beyond_the_message(group):
 
 def test_what_a_message_cannot_hold_leaves_nothing_behind() -> None:
     for found in run_ranks(beyond_the_message, 2, backend="host"):
-        assert len(found) == 6
+        assert len(found) == 10
         assert all(found.values()), found
 
 
 def goes_on_with_another_model(group):
     """Returns whether errors go on in another data type, and how another shape is refused."""
     found = {}
-    for name in ("one bit", "top k", "adaptive"):
+    for name in ("int8", "one bit", "top k", "adaptive"):
         parallel, state = wrapped(group, name)
         averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
         wider = DistributedDataParallel(Given(SHAPES, torch.float64), process_group=group)
@@ -271,6 +278,39 @@ def test_precision_follows_the_gradients_and_is_agreed() -> None:
     assert set(levels.values()) <= set(LEVELS)
 
 
+def level_among_many(group):
+    """4 bits would do, and are less of a message, but all of it goes to each other rank."""
+    state = AdaptiveState(group, tolerance=0.2)
+    parallel = DistributedDataParallel(Given({"m": (64, 64)}), process_group=group)
+    parallel.register_comm_hook(state, adaptive_hook)
+    for step in range(3):
+        averaged(parallel, random_gradients({"m": (64, 64)}, group.rank(), step))
+    return list(state.levels.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "level"), [(3, "4 bits"), (5, "8 bits")])
+def test_among_many_ranks_messages_that_are_reduced_in_parts_are_cheaper(ranks, level) -> None:
+    assert run_ranks(level_among_many, ranks, backend="host") == [[level]] * ranks
+
+
+def alone(group, make, hook):
+    parallel = DistributedDataParallel(torch.nn.Linear(63, 65), process_group=group)
+    parallel.register_comm_hook(make(group), hook)
+    inputs = torch.randn(5, 63)
+    parallel(inputs).square().sum().backward()
+    found = [p.grad.clone() for p in parallel.parameters()]
+    parallel.module(inputs).square().sum().backward()
+    assert all(torch.equal(2 * one, p.grad) for one, p in zip(found, parallel.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "hook"), [(QuantizedAllreduceState, quantized_allreduce_hook), (OneBitState, one_bit_hook)]
+)
+def test_one_rank_alone_rounds_nothing(make, hook) -> None:
+    run_ranks(alone, 1, make, hook, backend="host")
+
+
 def only_one_rank_has_outliers(group):
     state = AdaptiveState(group, tolerance=0.7)
     parallel = DistributedDataParallel(Given({"m": (64, 64)}), process_group=group)
@@ -313,6 +353,7 @@ def test_looks_at_gradients_that_say_nothing_are_taken_again() -> None:
 def warm_up(group):
     found = {}
     for make, hook in (
+        (lambda: QuantizedAllreduceState(group, start_iter=2), quantized_allreduce_hook),
         (lambda: OneBitState(group, start_iter=2), one_bit_hook),
         (lambda: TopKState(group, start_iter=2), top_k_hook),
         (lambda: AdaptiveState(group, start_iter=2, tolerance=0.7), adaptive_hook),
@@ -331,6 +372,7 @@ def warm_up(group):
 def test_the_first_iterations_average_exactly() -> None:
     for found in run_ranks(warm_up, 2, backend="host"):
         assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
+        assert found["quantized_allreduce_hook"] == [True, True, False, False]
         assert found["adaptive_hook"] == [True, True, True, False]
 
 
@@ -393,6 +435,8 @@ def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(make, hook
         (lambda: TopKState(None, 1.5), "but is 1.5"),
         (lambda: OneBitState(None, block=12), "block must be a positive multiple of 8, but is 12"),
         (lambda: OneBitState(None, -1), "start_iter must be 0 or more, but is -1"),
+        (lambda: QuantizedAllreduceState(None, block=0), "block must be 1 to 1073741824, but is 0"),
+        (lambda: QuantizedAllreduceState(None, dtype=torch.uint8), "torch.float8_e4m3fn, but is torch.uint8"),
         (lambda: AdaptiveState(None, tolerance=0), "tolerance must be above 0, but is 0"),
         (lambda: AdaptiveState(None, interval=0), "interval must be 1 or more, but is 0"),
         (
@@ -413,6 +457,8 @@ def test_settings_out_of_range_are_refused(make, message) -> None:
         lambda: AdaptiveState(None, interval=2.5),
         lambda: PostLocalSGDState(None, None, True),
         lambda: OneBitState(None, block=64.0),
+        lambda: QuantizedAllreduceState(None, block=64.0),
+        lambda: QuantizedAllreduceState(None, 1.0),
     ],
 )
 def test_settings_that_are_no_integers_are_refused(make) -> None:
@@ -434,6 +480,49 @@ def levels_of_new_buckets(group):
 
 def test_levels_of_buckets_that_are_gone_are_forgotten() -> None:
     assert run_ranks(levels_of_new_buckets, 2, backend="host") == [list("abcd")] * 2
+
+
+def nothing_is_lost(group, dtype):
+    """What came out, and the errors that went through new buckets and checkpoints, are what went in."""
+    shapes = {name: (n, 40) for n, name in enumerate("abcdefgh", 1)}
+    state = QuantizedAllreduceState(group, dtype=dtype, block=64)
+    total, truth = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+    for turn, cap in enumerate((25, 0, 0.001)):
+        parallel = DistributedDataParallel(Given(shapes), process_group=group, bucket_cap_mb=cap)
+        parallel.register_comm_hook(state, quantized_allreduce_hook)
+        for step in range(3):
+            everyones = [random_gradients(shapes, rank, 10 * turn + step) for rank in range(group.size())]
+            result = averaged(parallel, everyones[group.rank()])
+            assert all(same_on_all_ranks(group, tensor) for tensor in result.values())
+            for name in shapes:
+                total[name] += result[name]
+                truth[name] += sum(given[name] for given in everyones) / group.size()
+        state = pickle.loads(pickle.dumps(state))
+        state.process_group = group
+    left = state.error_dict
+    assert left.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        error = left[name].view(shape).clone()
+        group.allreduce(error).wait()
+        assert error.any()
+        torch.testing.assert_close(total[name] + error / group.size(), truth[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_a_quantized_all_reduce_leaves_out_survives_new_buckets_and_checkpoints(dtype) -> None:
+    run_ranks(nothing_is_lost, 3, dtype, backend="host")
+
+
+def unlike_states(group):
+    parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
+    state = QuantizedAllreduceState(group, dtype=[torch.int8, torch.float8_e4m3fn][group.rank()])
+    parallel.register_comm_hook(state, quantized_allreduce_hook)
+    with pytest.raises(GradientSyncError, match=r"dtype: torch\.int8 on rank 0; torch\.float8_e4m3fn on"):
+        averaged(parallel, random_gradients(SHAPES, 0, 0))
+
+
+def test_ranks_that_quantize_in_other_ways_are_refused() -> None:
+    run_ranks(unlike_states, 2, backend="host")
 
 
 def test_the_largest_elements_hold_what_is_not_a_number() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 
 import pytest
 import torch
@@ -139,6 +140,43 @@ def test_hooks_get_their_state_and_undivided_gradients_in_order() -> None:
         assert seen == [(i, i == 3, [name]) for i, name in enumerate(names)]
         for ours, first, second in zip(found, local_gradients(0), local_gradients(1), strict=True):
             assert torch.equal(ours, 3 * first + 3 * second + 1)
+
+
+def chained(group):
+    """A hook whose second callback issues a collective; rank 0 is slow in the pass, rank 1 in callbacks."""
+    rank, size = group.rank(), group.size()
+
+    def keep(done):
+        return done.value()[0]
+
+    def sum_again(kept):
+        if rank == 1:
+            time.sleep(0.03)
+        return group.allreduce([kept.value() / size]).get_future().wait()[0] / size
+
+    def hook(state, bucket):
+        future = group.allreduce([bucket.buffer().clone()]).get_future().then(keep).then(sum_again)
+        if rank == 0:
+            time.sleep(0.03)
+        return future
+
+    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
+    ours.register_comm_hook(None, hook)
+    found = []
+    for step in range(3):
+        ours.zero_grad()
+        ours(data(rank, step)).sum().backward()
+        found.append(gradients(ours))
+    return found
+
+
+def test_callbacks_that_issue_collectives_keep_the_order_of_the_buckets() -> None:
+    for found in run_ranks(chained, 2, backend="host"):
+        for step, ours in enumerate(found):
+            for mean, first, second in zip(
+                ours, local_gradients(0, step), local_gradients(1, step), strict=True
+            ):
+                assert torch.equal(mean, (first + second) / 2)
 
 
 def gossip(group):

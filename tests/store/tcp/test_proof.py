@@ -23,7 +23,7 @@ from strangers import NOBODY, visit
 from collectives import DistNetworkError, DistStoreError
 from collectives.secret import derived_key
 from collectives.store import TCPStore
-from collectives.store.tcp.client import Connection, hello, prove
+from collectives.store.tcp.client import Connection, prove
 
 SECRET = "a secret that all processes of this job share"
 VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 77)
@@ -41,10 +41,15 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     store.close()
 
 
+def hello() -> bytes:
+    """Returns what a client that does not encrypt sends first."""
+    return b"collectives auth\0" + os.urandom(32)
+
+
 def proved(port: int, stack: ExitStack) -> socket.socket:
     """Returns a connection whose ends have proved themselves; nothing else has been sent on it."""
     sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
-    prove(Connection(sock, b""), derived_key("store") or b"", time.monotonic() + 30)
+    prove(Connection(sock, b""), derived_key("store") or b"", False, time.monotonic() + 30)
     sock.settimeout(30)
     return sock
 
@@ -93,25 +98,56 @@ class TestGuarded:
         self, guarded: TCPStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLLECTIVES_SECRET", "the secret of quite another job")
-        with pytest.raises(DistNetworkError, match="it does not know this job's secret") as caught:
+        told = "it closed the connection before both had proved this job's secret"
+        with pytest.raises(DistNetworkError, match=told) as caught:
             TCPStore("127.0.0.1", guarded.port, timeout=timedelta(hours=1))
         assert "quite another" not in str(caught.value)
 
+    @pytest.mark.parametrize(
+        ("resets", "told"),
+        [
+            (False, "it closed the connection before both had proved"),
+            (True, "the connection broke before both had proved"),
+        ],
+    )
     def test_a_server_that_then_answers_no_more_is_not_trusted_either(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch, resets: bool, told: str
     ) -> None:
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
 
         def break_off() -> None:
-            listener.accept()[0].close()
+            plug = listener.accept()[0]
+            assert len(plug.recv(len(hello()), socket.MSG_WAITALL)) == len(hello())
+            if resets:
+                plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            plug.close()
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(30)
             first = threading.Thread(target=break_off)
             first.start()
-            with pytest.raises(DistNetworkError, match="is not trusted: it does not know this job's secret"):
+            with pytest.raises(DistNetworkError, match=f"is not trusted: {told} this job's secret"):
                 TCPStore("127.0.0.1", listener.getsockname()[1], timeout=timedelta(hours=1))
             first.join()
+
+    def test_a_server_that_proves_another_secret_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+
+        def say_anything() -> None:
+            with suppress(OSError):
+                while True:
+                    with listener.accept()[0] as plug:
+                        plug.sendall(bytes(64))
+                        plug.recv(1000, socket.MSG_WAITALL)
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        saying = threading.Thread(target=say_anything)
+        saying.start()
+        with pytest.raises(DistNetworkError, match="is not trusted: it does not know this job's secret"):
+            TCPStore("127.0.0.1", listener.getsockname()[1], timeout=timedelta(hours=1))
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        saying.join()
 
     def test_a_client_of_torch_is_refused(self, guarded: TCPStore) -> None:
         with pytest.raises(RuntimeError):
@@ -126,7 +162,7 @@ class TestGuarded:
     def test_a_server_without_the_secret_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         server = TCPStore("127.0.0.1", 0, is_master=True)
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
-        with pytest.raises(DistNetworkError, match="its process has none, or another one"):
+        with pytest.raises(DistNetworkError, match="before both had proved this job's secret"):
             TCPStore("127.0.0.1", server.port, timeout=timedelta(hours=1))
         server.close()
 

@@ -88,6 +88,8 @@ def _carry(ends: list[int], seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(PermissionError):
+        os.nice(-15)  # a network does not wait for a core
     joined = [_interface(namespace, number) for number, namespace in enumerate(sys.argv[1:3], 1)]
     print("ready", flush=True)
     _carry(joined, float(sys.argv[3]))

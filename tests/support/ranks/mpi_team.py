@@ -154,6 +154,7 @@ class Team(CommandRanks):
         self._made = Folder(f"mpi-{os.getpid()}", SHARED_MEMORY)
         self._folder = self._made.path
         self.ranks: list[RankProcess] = []
+        self._mapped: set[Path] = set()
         command = [*installation.command(size, leave_alone=leave_alone), preloaded_python.executable()]
         command.append(mpi_rank.__file__)
         environment = {**installation.environment(str(self._folder)), **(env or {})}
@@ -166,6 +167,7 @@ class Team(CommandRanks):
         except BaseException:
             self.close(at_once=True)
             raise
+        self._mapped = self._segments()
 
     def run(
         self,
@@ -182,7 +184,7 @@ class Team(CommandRanks):
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the job and removes its files; unless ``at_once``, the ranks leave in order."""
-        segments = {name for rank in self.ranks for name in _segments(rank.pid)}
+        segments = self._mapped | self._segments()  # of ranks that have died, nothing is to be seen now
         for rank in self.ranks:
             if at_once:
                 with contextlib.suppress(ProcessLookupError):
@@ -193,6 +195,9 @@ class Team(CommandRanks):
         for segment in segments:  # MPICH leaves them where it is killed
             segment.unlink(missing_ok=True)
         self._made.close()
+
+    def _segments(self) -> set[Path]:
+        return {name for rank in self.ranks for name in _segments(rank.pid)}
 
 
 def _segments(pid: int) -> set[Path]:

@@ -23,6 +23,7 @@ from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 from collectives.ddp.optim import ZeroRedundancyOptimizer
 
@@ -45,6 +46,7 @@ HOOKS = {
     "wrapped": (lambda group: group, fp16_compress_wrapper(allreduce_hook), ROUNDED),
     "8 bits": (lambda group: group, quantization_pertensor_hook, ROUNDED),
     "8 bits by block": (lambda group: group, quantization_perchannel_hook, ROUNDED),
+    "8 bits in parts": (lambda group: QuantizedAllreduceState(group, 1), quantized_allreduce_hook, ROUNDED),
     "low rank": (power, powerSGD_hook, COMPRESSED),
     "low rank, batched": (power, batched_powerSGD_hook, COMPRESSED),
     "low rank in 16 bits": (power, bf16_compress_wrapper(powerSGD_hook), COMPRESSED),

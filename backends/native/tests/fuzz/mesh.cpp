@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "engine/group.hpp"
-#include "memory/event.hpp"
+#include "memory/descriptor.hpp"
 #include "security/handshake.hpp"
 #include "sockets/tcp_socket.hpp"
 #include "state/segment_layout.hpp"
@@ -106,7 +106,7 @@ class Victim {
   // Empty where the victim refused it.
   Descriptor connect_as_rank(const std::string& hello) {
     Descriptor socket = connect();
-    Handshake handshake = Handshake::dial(std::string(kTestKey), hello);
+    Handshake handshake = Handshake::dial(std::string(kTestKey), hello, CipherSuite::none);
     for (;;) {
       const Handshake::Status status = handshake.step(socket.get());
       if (status == Handshake::Status::proved) return socket;

@@ -4,17 +4,18 @@ torch finds this package by its entry points: that of group ``torch.backends`` w
 that of group ``torch.distributed.backends`` (torch 2.14 and newer) when a program asks for a backend that
 torch does not know. Every program that imports torch pays for the first. So this package stands beside
 ``collectives``, imports nothing, and makes a few entries in torch's tables; the backends are imported when a
-group is made.
+group is made. vLLM loads the entry points of its plugins in every process in the same way.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["autoload", "register", "register_backend"]
+__all__ = ["autoload", "check_vllm", "register", "register_backend", "vllm_platform"]
 
 LANES = range(1, 9)
 """Numbers of lanes that have a name in torch, such as ``collectives_round_robin:3``."""
@@ -30,10 +31,7 @@ def autoload() -> None:
         for name, backend, devices, fixed in _known():
             if not _taken(name):
                 register_backend(name, backend, devices, fixed)
-        _hint_at_names()
-        _register_rendezvous()
-        _start_batches_together()
-        _connect_new_groups_afresh()
+        _prepare_torch()
 
 
 def register() -> None:
@@ -42,13 +40,10 @@ def register() -> None:
     Raises:
         ValueError: torch knows another backend of one of the names.
     """
-    for name, backend, devices, fixed in _known():
-        register_backend(name, backend, devices, fixed)
-    _hint_at_names()
-    _register_rendezvous()
+    for about in _known():
+        register_backend(*about)
+    _prepare_torch()
     _register_independent()
-    _start_batches_together()
-    _connect_new_groups_afresh()
 
 
 def register_backend(
@@ -81,6 +76,34 @@ def register_backend(
     torch_dist.Backend.register_backend(name, creator, extended_api=True, devices=served)
 
 
+def vllm_platform() -> str | None:
+    """Returns the name of vLLM's platform over our groups where ``VLLM_PLUGINS`` names ``collectives``.
+
+    Called by vLLM in each of its processes, when it looks for its platform.
+    """
+    if "collectives" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return None  # vLLM asks everybody where the variable is not set
+    return "collectives.integrations.vllm.platform.CollectivesPlatform"
+
+
+def check_vllm() -> None:
+    """Has vLLM fail where it was told to use our groups, but does not; called by it in each of its processes.
+
+    Raises:
+        RuntimeError: vLLM has another platform.
+    """
+    wanted = vllm_platform()
+    if wanted is None:
+        return
+    platforms: Any = importlib.import_module("vllm.platforms")
+    kind = type(platforms.current_platform)
+    if wanted != f"{kind.__module__}.{kind.__qualname__}":
+        raise RuntimeError(
+            f"VLLM_PLUGINS names collectives, but vLLM took the platform {kind.__qualname__}; unset "
+            "VLLM_TARGET_DEVICE, because of which it asks no plugin for a platform"
+        )
+
+
 def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
     """Returns the backends of this package, as the arguments of :func:`register_backend`."""
     import torch
@@ -93,6 +116,14 @@ def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
         ("collectives_round_robin", "round_robin", ("cpu",), None),
         *((f"collectives_round_robin:{n}", "round_robin", ("cpu",), {"lanes": n}) for n in LANES),
     ]
+
+
+def _prepare_torch() -> None:
+    """Makes the entries in torch that are for all backends; a second call changes nothing."""
+    _hint_at_names()
+    _register_rendezvous()
+    _start_batches_together()
+    _connect_new_groups_afresh()
 
 
 def _register_rendezvous() -> None:

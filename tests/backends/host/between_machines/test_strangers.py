@@ -20,8 +20,8 @@ MAGIC, VERSION, MAIL = 0x636F6C6C65637431, _native.LAYOUT_VERSION, 3
 
 
 def hello(purpose: int, index: int, version: int = VERSION) -> bytes:
-    """Returns what rank 1 says to rank 0 of 2, with a nonce."""
-    return struct.pack("<QQiiiIiI", MAGIC, version, 1, 0, 2, purpose, index, 0) + bytes(32)
+    """Returns what rank 1 says to rank 0 of 2, in clear, with a nonce."""
+    return struct.pack("<QQiiiIiI", MAGIC, version, 1, 0, 2, purpose, index, 0) + bytes(1 + 32)
 
 
 def former_hello(purpose: int, index: int) -> bytes:

@@ -155,7 +155,7 @@ def losing_at_random(group):
         )
     group.barrier().wait()
     train(group, 1.0)
-    time.sleep(3)  # longer than a machine may be silent
+    time.sleep(5)  # longer than a machine may be silent
     train(group, 1.0)
     group.barrier().wait()
     queues = json.loads(on_link("tc", "-s", "-j", "qdisc", "show", "dev", INTERFACE))
