@@ -26,7 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -113,25 +113,26 @@ def form(
             *shares(alone),
         )
     forming = _Forming(store, rank, size, timeout, label, look, mine)
-    try:
-        membership = forming.share_memory()
-        if forming.several:
-            forming.listen(membership)
-        cores = forming.plan["cores"][rank]
-        remember(cores)
-        group = _native.HostGroup(
-            membership, label, nanoseconds(timeout), record, forming.plan["threads"][rank], cores
-        )
-        if forming.several:
-            forming.link(group)
-    except GroupAbortedError:
-        raise  # by a rank for which the group was complete already
-    except DistError as error:
-        raise forming.failure(error) from error
-    except BaseException as error:
-        forming.failure(DistBackendError(f"{type(error).__name__}: {error}", rank))  # for the others
-        raise
-    return group
+    with forming.open:
+        try:
+            membership = forming.share_memory()
+            if forming.several:
+                forming.listen(membership)
+            cores = forming.plan["cores"][rank]
+            remember(cores)
+            group = _native.HostGroup(
+                membership, label, nanoseconds(timeout), record, forming.plan["threads"][rank], cores
+            )
+            if forming.several:
+                forming.link(group)
+        except GroupAbortedError:
+            raise  # by a rank for which the group was complete already
+        except DistError as error:
+            raise forming.failure(error) from error
+        except BaseException as error:
+            forming.failure(DistBackendError(f"{type(error).__name__}: {error}", rank))  # for the others
+            raise
+        return group
 
 
 def group_key(attempt: str, published: str) -> bytes:
@@ -173,6 +174,9 @@ class _Forming:
         self.plan: Checked = {}
         self.leaders: dict[int, int] = {}
         self.known = KnownListeners(rank)
+        # Where others wait for this rank: closed when it has failed and said why, however long somebody keeps
+        # the exception, whose frames keep their objects.
+        self.open = ExitStack()
 
     # ---- who shares memory with whom -------------------------------------------------------------------
 
@@ -183,9 +187,9 @@ class _Forming:
         address = f"collectives-{secrets.token_hex(16)}"
         digits = "" if derived_key("mesh") else secrets.token_hex(_KEY_BYTES)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        host = _native.BootstrapLeader(
-            address, [self.rank, *others], self.size, group_key(self._scope() + address, digits)
-        )
+        key = group_key(self._scope() + address, digits)
+        host = _native.BootstrapLeader(address, [self.rank, *others], self.size, key)
+        self.open.enter_context(closing(host))
         mine = {
             "place": place(),
             "system": system(),
@@ -271,6 +275,7 @@ class _Forming:
             self._raise_lost(leader)
         except DistBackendError:  # another user, who gets no descriptor from us and gives us none
             return None
+        self.open.enter_context(closing(guest))
         proved = False
         try:
             self._until(lambda: [] if guest.proved(_SLICE_S) else [leader], "did not answer")
@@ -284,7 +289,7 @@ class _Forming:
         except PeerLostError as error:
             if error.rank < 0:  # else from elsewhere
                 self._await_end(guest, leader, proved)
-                self._raise_lost(leader)
+                self._raise_lost(leader, ended=True)
             raise
 
     def _await_end(self, guest: _native.BootstrapFollower, leader: int, proved: bool) -> None:
@@ -308,7 +313,7 @@ class _Forming:
     def listen(self, membership: _native.Membership) -> None:
         """Listens for the ranks of other machines, and learns where the ranks of all machines do."""
         chosen = choose_addresses(self.store, self.plan["one_system"])
-        listeners = listen(chosen.addresses, self.size)
+        listeners = self.open.enter_context(closing(listen(chosen.addresses, self.size)))
         mine = {
             "leader": self.leaders[self.rank],
             "host": socket.gethostname(),
@@ -456,9 +461,18 @@ class _Forming:
             finally:
                 del error  # else this frame would be in a cycle with it
 
-    def _raise_lost(self, rank: int) -> NoReturn:
-        """Raises for a rank that has gone, by what it said if it did."""
+    def _raise_lost(self, rank: int, ended: bool = False) -> NoReturn:
+        """Raises for a rank that has gone, by what it said if it did.
+
+        Args:
+            rank: who has gone.
+            ended: its process has. Who only listens no more may live and have failed for want of the store,
+                where it could not say so.
+        """
         self._raise_told()
+        if not ended:
+            with self._asking():
+                self.store.check([_KEY])
         raise _lost(rank)
 
     def failure(self, error: DistError) -> DistError:

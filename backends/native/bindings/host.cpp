@@ -157,13 +157,15 @@ void bind_network(nb::module_& module) {
           },
           nb::arg("addresses"), nb::arg("backlog"), nb::arg("ports"),
           "Listens on each address, on the first of the ports that is free there; 0 lets the system choose.")
-      .def_prop_ro("places", [](const Listeners& listeners) {
-        std::vector<Place> places;
-        for (const Listener& each : listeners.all) {
-          places.emplace_back(each.endpoint.address, each.endpoint.port);
-        }
-        return places;
-      });
+      .def_prop_ro("places",
+                   [](const Listeners& listeners) {
+                     std::vector<Place> places;
+                     for (const Listener& each : listeners.all) {
+                       places.emplace_back(each.endpoint.address, each.endpoint.port);
+                     }
+                     return places;
+                   })
+      .def("close", [](Listeners& listeners) { listeners.all.clear(); });
   nb::class_<Membership>(module, "Membership")
       .def_prop_ro("ended", &Membership::ended)
       .def(
@@ -234,7 +236,8 @@ void bind_bootstrap(nb::module_& module) {
           [](BootstrapLeader& leader, double seconds) {
             return without_gil([&] { return new Membership(leader.release(deadline_in(seconds))); });
           },
-          nb::arg("seconds"), nb::rv_policy::take_ownership);
+          nb::arg("seconds"), nb::rv_policy::take_ownership)
+      .def("close", &BootstrapLeader::close);
   nb::class_<BootstrapFollower>(module, "BootstrapFollower")
       .def(
           "__init__",
@@ -271,7 +274,8 @@ void bind_bootstrap(nb::module_& module) {
           [](BootstrapFollower& follower, double seconds) {
             return without_gil([&] { return new Membership(follower.await_release(deadline_in(seconds))); });
           },
-          nb::arg("seconds"), nb::rv_policy::take_ownership);
+          nb::arg("seconds"), nb::rv_policy::take_ownership)
+      .def("close", &BootstrapFollower::close);
 }
 
 void bind_group(nb::module_& module) {

@@ -305,10 +305,14 @@ Membership BootstrapLeader::release(Nanoseconds deadline) {
     membership.processes.push_back(share_process(std::move(each.process)));
   }
   membership.processes[static_cast<std::size_t>(membership.rank)].reset();
+  close();
+  return membership;
+}
+
+void BootstrapLeader::close() noexcept {
   followers_.clear();
   newcomers_.clear();
   listener_.reset();
-  return membership;
 }
 
 BootstrapFollower::BootstrapFollower(const std::string& name, int leader, int rank, int size, std::string key,

@@ -61,6 +61,9 @@ class BootstrapLeader {
   // ended is left to the group, whose ranks all see that, and some may be at work already.
   Membership release(Nanoseconds deadline);
 
+  // Ends all connections; nothing else may be called afterwards.
+  void close() noexcept;
+
  private:
   struct Follower {
     Descriptor socket;
@@ -125,6 +128,9 @@ class BootstrapFollower {
 
   // Waits for the leader's go and returns this rank's membership; to be called once.
   Membership await_release(Nanoseconds deadline);
+
+  // Ends the connection; nothing else may be called afterwards.
+  void close() noexcept { socket_.reset(); }
 
  private:
   int rank_;

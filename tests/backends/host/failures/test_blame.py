@@ -224,8 +224,11 @@ def test_nobody_is_called_dead_for_lack_of_descriptors(victim, more, placement):
             assert victim in {None, named}, text
 
 
-def die_while_forming(rank, size, port, step):
-    """Rank 0 dies, once the others have reached its store: who has not cannot know that there was one."""
+def die_while_forming(rank, size, port, step, late):
+    """Rank 0 dies, once the others have reached its store: who has not cannot know that there was one.
+
+    Rank 2 may come to its leader ``late`` seconds later, when that has failed, and still has its exception.
+    """
     attempt, store = host_rendezvous._Forming, current_store()
     share_memory = attempt.share_memory
 
@@ -237,25 +240,35 @@ def die_while_forming(rank, size, port, step):
         store.wait([f"rank {other} has come" for other in range(1, size)])
         os.kill(os.getpid(), signal.SIGKILL)
 
+    follow = attempt._follow
+
+    def follow_late(self, leader):
+        time.sleep(late)
+        return follow(self, leader)
+
     if rank == 0:
         setattr(attempt, step, die)
     else:
         attempt.share_memory = come
+        attempt._follow = follow_late
     return form_world(rank, size, port, lambda _: None)
 
 
 @pytest.mark.parametrize(
-    ("placement", "step"),
+    ("placement", "step", "late"),
     [
-        ("aaa", "share_memory"),
-        ("aaa", "_lead"),
-        ("aaa", "_accept"),
-        ("aab", "listen"),
-        ("abb", "listen"),
+        ("aaa", "share_memory", 0),
+        ("aaa", "_lead", 0),
+        ("aaa", "_accept", 0),
+        ("aab", "listen", 0),
+        ("abb", "listen", 0),
+        ("abb", "listen", 0.5),
     ],
 )
-def test_nobody_waits_for_a_rank_that_dies_with_the_store(placement, step):
-    results = run_ranks(die_while_forming, 3, free_port(), step, isolated=True, lost=[0], placement=placement)
+def test_nobody_waits_for_a_rank_that_dies_with_the_store(placement, step, late):
+    results = run_ranks(
+        die_while_forming, 3, free_port(), step, late, isolated=True, lost=[0], placement=placement
+    )
     assert results[0] == Died(-signal.SIGKILL)
     for found in results[1:]:
         assert found is not None
