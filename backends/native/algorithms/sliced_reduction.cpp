@@ -44,7 +44,7 @@ class SlicedReduction {
         reduction_(reduction),
         element_(size_of(reduction.dtype)),
         slices_(collective, count, element_),
-        copy_out_(collective, count * element_),
+        copy_out_(collective, count * element_, output == input),
         me_(static_cast<std::uint64_t>(collective.rank())) {
     collective_.engage_team(count * element_);
     collective_.open_rings(slices_.count(), sliced_chunk_bytes(collective.tuning(), count * element_),

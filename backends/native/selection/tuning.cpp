@@ -21,7 +21,7 @@ constexpr TuningField kFields[] = {
     {"ring_bytes", &Tuning::ring_bytes, 64 * kKiB, 2 * kMiB, 4 * kKiB,
      "how far a rank may be ahead of those who read what it contributes; at least 4 chunks"},
     {"past_cache_bytes", &Tuning::past_cache_bytes, 0, std::uint64_t{1} << 62, 1,
-     "outputs of at least this length are written past the processor's caches"},
+     "outputs of at least this length are written past the processor's caches, unless they are the inputs"},
     {"spin_us", &Tuning::spin_us, 0, 10'000, 1,
      "longest wait, in microseconds, before a caller that has nothing else to do sleeps"},
     {"background_spin_us", &Tuning::background_spin_us, 0, 10'000, 1,

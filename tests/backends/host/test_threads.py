@@ -6,12 +6,13 @@ import contextlib
 import os
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_world
+from harness import current_store, run_ranks, run_world
 
 import collectives as dist
 from collectives.backends.host import HostOptions, ProcessGroupHost, threads
@@ -271,6 +272,24 @@ def test_the_variable_is_checked(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
         ValueError, match=f"COLLECTIVES_THREADS must be a number from 1 to 32, but is '{wrong}'"
     ):
         threads.wish(None)
+
+
+def outcome_with_a_wrong_number(rank: int, size: int) -> tuple[str, str]:
+    if rank == 1:
+        os.environ[threads.VARIABLE] = "none"
+    try:
+        ProcessGroupHost(current_store(), rank, size, timedelta(seconds=60)).shutdown()
+    except (ValueError, dist.DistError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_wrong_number_of_one_rank_is_told_to_the_others() -> None:
+    others, own = run_ranks(outcome_with_a_wrong_number, 2, isolated=True)
+    assert own[0] == "ValueError"
+    assert others[0] == "DistBackendError"
+    assert others[1].startswith("[rank 1]")
+    assert "COLLECTIVES_THREADS must be a number from 1 to 32, but is 'none'" in others[1]
 
 
 def test_options_that_host_does_not_have_are_refused() -> None:
