@@ -50,7 +50,11 @@ class ProcessGroupCollectives(process_group.ProcessGroupWrapper):
         return None if self._pg is None else self._pg.failure()
 
     def shutdown(self) -> None:
-        """Ends the group of this quorum; a further call does nothing."""
-        if self._pg is not None:
-            self._pg.abort()
+        """Ends the group of this quorum, after the operations already issued; a further call does nothing.
+
+        The others' operations without this replica go on. A group that has failed is aborted.
+        """
+        pg = self._pg
         super().shutdown()
+        if pg is not None:
+            pg.shutdown() if pg.failure() is None else pg.abort()

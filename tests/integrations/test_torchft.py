@@ -21,17 +21,22 @@ pytestmark = pytest.mark.full
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "frameworks"
 
 
+def store_of_rank_0(group):
+    """Returns the address of a store as torchft makes it, and on rank 0 the store, to be kept."""
+    port, store = torch.zeros(1, dtype=torch.int64), None
+    if group.rank() == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.fill_(store.port)
+    group.broadcast(port, 0).wait()
+    return f"127.0.0.1:{port.item()}", store
+
+
 def quorums(group):
     """Ranks meet, go apart, and meet again without the one that died."""
     from collectives.integrations.torchft import ProcessGroupCollectives
 
     rank, one = group.rank(), torch.ones(3)
-    port = torch.zeros(1, dtype=torch.int64)
-    if rank == 0:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port.fill_(store.port)
-    group.broadcast(port, 0).wait()
-    address = f"127.0.0.1:{port.item()}"
+    address, _store = store_of_rank_0(group)
     replicas = ProcessGroupCollectives(timedelta(seconds=20))
     assert replicas.errored() is None
     assert replicas.getBackendName() == "torchft-collectives"
@@ -64,6 +69,36 @@ def quorums(group):
 def test_replicas_meet_again_without_the_one_that_died() -> None:
     pytest.importorskip("torchft")
     run_ranks(quorums, 3, backend="host", isolated=True, lost=[2])
+
+
+def messages_without_a_replica(group):
+    """Whoever ends its group disturbs no operation that goes on without it."""
+    from collectives.integrations.torchft import ProcessGroupCollectives
+
+    rank, one = group.rank(), torch.ones(3)
+    address, _store = store_of_rank_0(group)
+    replicas = ProcessGroupCollectives(timedelta(seconds=20))
+    replicas.configure(f"{address}/quorum", f"replica {rank}", rank, 3)
+    replicas.allreduce([one.clone()], torch.distributed.ReduceOp.SUM).wait()
+    if rank == 2:
+        replicas.shutdown()
+    group.barrier().wait()
+    got = torch.zeros(3)
+    if rank == 0:
+        replicas.send([one], 1, 0).wait()
+    elif rank == 1:
+        replicas.recv([got], 0, 0).wait()
+        assert got.tolist() == [1, 1, 1]
+    group.barrier().wait()
+    if rank < 2:
+        with pytest.raises(PeerLostError, match="rank 2 .*has left the group"):
+            replicas.allreduce([one.clone()], torch.distributed.ReduceOp.SUM).wait()
+        replicas.shutdown()
+
+
+def test_a_replica_that_ends_its_group_leaves_the_others_messages_alone() -> None:
+    pytest.importorskip("torchft")
+    run_ranks(messages_without_a_replica, 3, backend="host", isolated=True)
 
 
 def test_the_example_trains_on_through_kills() -> None:
