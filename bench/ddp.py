@@ -151,7 +151,7 @@ HOOKS: Final[Mapping[str, Callable[[Any, int], tuple[Any, Any]]]] = {
 AVERAGERS: Final[Mapping[str, Mapping[str, Any]]] = {
     **{f"diloco-{period}": {"period": period} for period in (20, 50)},
     **{
-        f"streaming-{period}": {"period": period, "fragments": 4, "delay": period // 5, "alpha": 0.5}
+        f"streaming-{period}": {"period": period, "fragments": 4, "delay": period // 10}
         for period in (20, 50)
     },
 }

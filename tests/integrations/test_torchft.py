@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import torch
 from harness import run_ranks
 from torch._C import _distributed_c10d as c10d
 
+from collectives.ddp.model_averaging import DiLoCoAverager
+from collectives.ddp.optim import PostLocalSGDOptimizer
 from collectives.errors import PeerLostError
 
 pytestmark = pytest.mark.full
@@ -91,7 +94,7 @@ def messages_without_a_replica(group):
         assert got.tolist() == [1, 1, 1]
     group.barrier().wait()
     if rank < 2:
-        with pytest.raises(PeerLostError, match="rank 2 .*has left the group"):
+        with pytest.raises(PeerLostError, match=r"rank 2 .*has left the group"):
             replicas.allreduce([one.clone()], torch.distributed.ReduceOp.SUM).wait()
         replicas.shutdown()
 
@@ -99,6 +102,64 @@ def messages_without_a_replica(group):
 def test_a_replica_that_ends_its_group_leaves_the_others_messages_alone() -> None:
     pytest.importorskip("torchft")
     run_ranks(messages_without_a_replica, 3, backend="host", isolated=True)
+
+
+class OneQuorum:
+    """What torchft's DiLoCo calls of a Manager, for replicas that none joins or leaves."""
+
+    _use_async_quorum = False
+
+    def __init__(self, group):
+        self._group, self._step = group, 0
+
+    def current_step(self):
+        return self._step
+
+    def should_commit(self):
+        self._step += 1
+        return True
+
+    def allreduce(self, tensor, should_quantize=False):
+        assert not should_quantize
+        return self._group.allreduce(tensor.div_(self._group.size()))
+
+    def nothing(self, *_):
+        pass
+
+    start_quorum = disallow_state_dict_read = allow_state_dict_read = register_state_dict_fn = nothing
+
+
+def diloco_of_both(group):
+    """Trains two copies of a model, by torchft's DiLoCo and by ours; returns their parameters."""
+    from torchft.local_sgd import DiLoCo
+
+    torch.manual_seed(1)
+    theirs = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    ours = copy.deepcopy(theirs)
+    batches = [
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(9 * s + group.rank())) for s in range(20)
+    ]
+
+    def train(model, optimizer):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    inner = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    outer = torch.optim.SGD(theirs.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with DiLoCo(OneQuorum(group), [theirs], inner, outer, sync_every=4):
+        train(theirs, inner)
+    averager = DiLoCoAverager(ours.parameters(), period=4, lr=0.7, momentum=0.9, process_group=group)
+    train(ours, PostLocalSGDOptimizer(torch.optim.AdamW(ours.parameters(), lr=0.01), averager))
+    averager.finish()
+    return [[p.detach() for p in model.parameters()] for model in (theirs, ours)]
+
+
+def test_diloco_takes_the_steps_of_torchfts() -> None:
+    pytest.importorskip("torchft")
+    for theirs, ours in run_ranks(diloco_of_both, 2, backend="host"):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_example_trains_on_through_kills() -> None:
