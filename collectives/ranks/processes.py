@@ -36,7 +36,7 @@ from collectives.ranks.cores import starting_on
 _SET_PDEATHSIG = 1
 
 GRACE_S = 2.0
-"""How long a rank that was told to end may take before it is killed."""
+"""How long a rank that was told to end may take before it is ended, and then before it is killed."""
 
 FOLLOWERS_S = 1.0
 """How long to wait for further ranks after one has failed: the first that tells may not be the cause."""
@@ -152,7 +152,10 @@ class RankProcesses(ABC):
     Attributes:
         size: number of ranks.
         address: path of the parent's socket.
+        grace_s: how long ranks that were told to end may take before they are ended.
     """
+
+    grace_s = GRACE_S
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -326,7 +329,7 @@ class RankProcesses(ABC):
             connection.close()
         self._connections.clear()
         self._listener.close()
-        self._stop(0.0 if at_once else GRACE_S)
+        self._stop(0.0 if at_once else self.grace_s)
         for one in self._processes:
             os.close(one.handle)
         self._processes.clear()
@@ -405,7 +408,7 @@ def _pass_on(source: IO[bytes], target: TextIO, prefix: str) -> None:
 
 
 class CommandRanks(RankProcesses):
-    """Ranks that one command starts, such as ``mpirun``; each calls :func:`connect`.
+    """Ranks that one command starts, ``mpirun``; each calls :func:`connect`.
 
     Args:
         size: number of ranks.
@@ -416,6 +419,9 @@ class CommandRanks(RankProcesses):
     Raises:
         RankFailedError: the command ended before all ranks had connected.
     """
+
+    grace_s = 20.0
+    """Ranks end MPI together; MPICH's, ended within that, leave their shared memory in ``/dev/shm``."""
 
     def __init__(
         self, size: int, command: Sequence[str], environment: Mapping[str, str], first: object

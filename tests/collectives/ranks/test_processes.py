@@ -166,7 +166,8 @@ def test_a_command_that_ends_too_early_is_an_error_with_its_output():
 
 
 @pytest.mark.full
-def test_a_command_that_does_not_listen_is_ended():
+def test_a_command_that_does_not_listen_is_ended(monkeypatch):
+    monkeypatch.setattr(CommandRanks, "grace_s", 1.0)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "connection = connect(sys.argv[2], rank); connection.recv(); time.sleep(600)\n"
