@@ -182,7 +182,6 @@ class _Forming:
     def share_memory(self) -> _native.Membership:
         """Attaches the memory of this machine's leader, or makes it where this rank leads."""
         self.own_user_only = own_user_only()
-        threads = wish(self.threads)
         # A name that nobody has, and nobody else can guess.
         address = f"collectives-{secrets.token_hex(16)}"
         digits = "" if derived_key("mesh") else secrets.token_hex(_KEY_BYTES)
@@ -198,7 +197,7 @@ class _Forming:
             "encryption": int(encryption()),
             # The same thresholds for all: ranks that took different ways would wait for ever.
             "tuning": tuning_for(self.size) if self.rank == 0 else {},
-            **threads,
+            **wish(self.threads),
         }
 
         def watch(others: Mapping[int, Checked]) -> DistError | None:

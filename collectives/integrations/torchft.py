@@ -50,11 +50,16 @@ class ProcessGroupCollectives(process_group.ProcessGroupWrapper):
         return None if self._pg is None else self._pg.failure()
 
     def shutdown(self) -> None:
-        """Ends the group of this quorum, after the operations already issued; a further call does nothing.
+        """Ends the group of this quorum; a further call does nothing.
 
-        The others' operations without this replica go on. A group that has failed is aborted.
+        Blocks until the operations already issued have ended, each within its time limit; those that the
+        others do without this replica go on. A group that has failed is aborted, which does not block.
         """
         pg = self._pg
         super().shutdown()
-        if pg is not None:
-            pg.shutdown() if pg.failure() is None else pg.abort()
+        if pg is None:
+            return
+        if pg.failure() is None:
+            pg.shutdown()
+        else:
+            pg.abort()

@@ -408,7 +408,7 @@ def _pass_on(source: IO[bytes], target: TextIO, prefix: str) -> None:
 
 
 class CommandRanks(RankProcesses):
-    """Ranks that one command starts, ``mpirun``; each calls :func:`connect`.
+    """Ranks that one command starts, as ``mpirun`` does; each calls :func:`connect`.
 
     Args:
         size: number of ranks.
@@ -421,7 +421,7 @@ class CommandRanks(RankProcesses):
     """
 
     grace_s = 20.0
-    """Ranks end MPI together; MPICH's, ended within that, leave their shared memory in ``/dev/shm``."""
+    """Ranks of MPICH that are ended while they are in ``MPI_Finalize`` leave their memory in ``/dev/shm``."""
 
     def __init__(
         self, size: int, command: Sequence[str], environment: Mapping[str, str], first: object

@@ -239,7 +239,7 @@ class CollectiveContext {
 
 // Copies to outputs that are `bytes` long in all: past the caches where they would not stay there, and would
 // only drive out what the ranks exchange. Outputs in the place of inputs, which have `just_been_read`, are in
-// the cache already, and cost less there (measured, 2 ranks, all-reduce of 8 to 64 MiB: 8 to 13 %).
+// the cache already, and cost less there (measured, an all-reduce of 8 to 64 MiB by 2 ranks: 8 to 13 %).
 class CopyOut {
  public:
   CopyOut(const CollectiveContext& collective, std::size_t bytes, bool just_been_read = false)
