@@ -589,7 +589,7 @@ void Messenger::check_connections(const Transfer& transfer, int rank) const {
   const Outbox& out = *outgoing_[static_cast<std::size_t>(rank)].box;
   const Inbox& in = *incoming_[static_cast<std::size_t>(rank)].box;
   const Nanoseconds ended = sends ? out.ended() : in.ended();
-  if (ended == 0 || now_ns() < ended + kInFlightLimit || context_->departed(rank)) return;
+  if (ended == 0 || now_ns() < ended + kExplanationLimit || context_->departed(rank)) return;
   context_->throw_disconnected(
       rank, transfer.describe() + " (" + (sends ? out.error_text() : in.error_text()) + ")",
       transfer.details());

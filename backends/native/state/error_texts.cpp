@@ -20,8 +20,6 @@
 namespace collectives {
 namespace {
 
-// How much later than the end of a connection the control channel may tell why it ended.
-constexpr Nanoseconds kExplanationLimit = 2 * kSecond;
 // Writing a failure record takes microseconds. A writer that takes this long is stopped.
 constexpr Nanoseconds kFailureWriteLimit = kSecond;
 

@@ -36,6 +36,10 @@ namespace collectives {
 
 enum class Purpose : std::uint32_t;  // hello.hpp
 
+// How much later than the end of a connection the control channel may tell why it ended. It takes up to a
+// second where the dead rank led its machine, and longer where a thread that tells gets no core.
+inline constexpr Nanoseconds kExplanationLimit = 5 * kSecond;
+
 // What broke a group, in words that every rank may show.
 struct Failure {
   ErrorKind kind = ErrorKind::aborted;

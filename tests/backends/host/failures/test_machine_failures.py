@@ -123,6 +123,39 @@ def test_stopped_rank_is_not_taken_for_a_dead_one():
     run_ranks(_stopped, 3, backend="host", placement="abb")
 
 
+def _dies_beside_a_stopped_leader(group, operation):
+    """Rank 3 dies while who would tell the other machine of it is stopped: its connections end long before."""
+    rank, store = group.rank(), current_store()
+    tensor = torch.ones(1 << 20)
+    group.allreduce([tensor], SYNCHRONOUS)  # makes all connections
+    if rank == 3:
+        group.send([tensor], 0, 0).wait()
+        store.wait(["stopped"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        group.recv([tensor], 3, 0).wait()
+        process = int(store.get("process"))
+        os.kill(process, signal.SIGSTOP)
+        threading.Timer(3, os.kill, (process, signal.SIGCONT)).start()
+        store.set("stopped", "")
+    if rank == 2:
+        store.set("process", str(os.getpid()))
+        store.wait(["stopped"])
+    with pytest.raises(dist.PeerLostError, match=r"rank 3 .*has died") as caught:
+        if operation == "recv" and rank == 0:
+            group.recv([tensor], 3, 0).wait()
+        else:
+            group.allreduce([tensor], SYNCHRONOUS)
+    assert caught.value.rank == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("operation", ["recv", "allreduce"])
+def test_a_death_that_is_told_late_is_told(operation):
+    options = {"backend": "host", "isolated": True, "lost": [3], "placement": "aabb"}
+    run_ranks(_dies_beside_a_stopped_leader, 4, operation, **options)
+
+
 def _reduce_until_an_error(group, tensor, timeout):
     for _ in range(1000):
         group.allreduce([tensor], dist.AllreduceOptions(timeout, False)).wait()
