@@ -6,16 +6,19 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import string
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 from ports import free_port
 
+from collectives import TCPStore
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -65,6 +68,25 @@ def test_example_works(example, run_program):
 @pytest.mark.full
 def test_training_survives_a_rank_that_serves_no_store(run_program):
     check_said(run_program("python survive_a_death.py --kill 1", EXAMPLES))
+
+
+@pytest.mark.full
+def test_each_rank_may_have_a_torchrun_of_its_own(run_program):
+    """As the docstring says; one that is killed is started again by its own, and the other goes on."""
+    example = (EXAMPLES / "lose_and_gain_ranks.py").read_text("utf-8")
+    command = re.search(r"torchrun .+ HOST PORT", example).group(0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = command.replace("HOST PORT", f"127.0.0.1 {store.port}")
+    with ThreadPoolExecutor() as launchers:
+        ends = [launchers.submit(run_program, command, EXAMPLES) for _ in range(2)]
+        victim = int(store.get("rank 1 of 2"))
+        store.delete_key("rank 1 of 2")
+        os.kill(victim, signal.SIGKILL)
+        assert int(store.get("rank 1 of 2")) != victim
+        store.set("stop", "")
+    said = {end.result() for end in ends}
+    assert len(said) == 1, said
+    assert re.fullmatch(r"\d+ steps, checksum [\d.]+\n", said.pop())
 
 
 @pytest.mark.full
