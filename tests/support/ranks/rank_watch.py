@@ -87,7 +87,9 @@ class RankProcess:
 
     def has_ended(self, patience: float = 0.0) -> bool:
         """Returns whether the process has ended, or does within so many seconds."""
-        return bool(select.select([self.pidfd], [], [], patience)[0])
+        ends = select.poll()  # select() takes no descriptor above 1023
+        ends.register(self.pidfd, select.POLLIN)
+        return bool(ends.poll(1000 * patience))
 
     def exit_status(self) -> int | None:
         """Returns how it ended, as in :class:`Died`; ``None`` where only another process can tell."""
