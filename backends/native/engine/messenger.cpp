@@ -416,7 +416,6 @@ void Messenger::finish(const TransferPointer& transfer, std::optional<Error> err
 
 namespace {
 
-constexpr int kYields = 2;
 // Where messages come without end, who takes them looks at the time and the interrupt hook, and gives the
 // mutex away, once in so many pumps.
 constexpr int kPumpsPerLook = 8;
@@ -785,7 +784,6 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
   const int awaited = outstanding_.empty() ? kAnyRank : outstanding_.front()->envelope().peer;
   const int spins = context_->short_spins(RankContext::Wait::work, awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
-  int rounds = 0;
   int pumps = 0;
   Nanoseconds spin_end = 0;   // of a long spin under way, else 0
   Nanoseconds offer_end = 0;  // the same where the core is offered to others instead
@@ -807,17 +805,16 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
         if (spin_end == 0 && !sharing_core() && spin_policy_.should_spin_long(true)) spin_end = end;
         if (now < spin_end) {
           idle = 0;
-          ++rounds;
         } else if (spin_end != 0) {
           spin_policy_.failed();
           spin_end = 0;
+          ++idle;  // no long spin again until something moves
         } else {
           offer_end = end;
         }
       }
-      if (!moved && (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end))) {
+      if (!moved && (idle < spins || (offer_end != 0 && now_ns() < offer_end))) {
         lock.unlock();
-        if (idle == 0 && spin_end != 0 && rounds % SpinPolicy::kRoundsToYield == 0) sched_yield();
         if (idle++ < spins) {
           relax_processor();
         } else {

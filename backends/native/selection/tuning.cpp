@@ -27,7 +27,7 @@ constexpr TuningField kFields[] = {
     {"background_spin_us", &Tuning::background_spin_us, 0, 10'000, 1,
      "the same for a group's own thread, which competes with its process for the core"},
     {"yields", &Tuning::yields, 0, 10'000, 1,
-     "how often a waiting thread offers its core to others before it sleeps, at least"},
+     "where ranks outnumber cores: how often who waits yields its core before it sleeps, at least"},
 };
 
 }  // namespace

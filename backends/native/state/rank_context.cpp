@@ -161,18 +161,18 @@ void RankContext::block(const Call& call, Wait reason, int peer, const std::atom
       static_cast<Nanoseconds>(waited_for ? tuning().spin_us : tuning().background_spin_us) * 1000;
   if (!together && spin_policy.should_spin_long(waited_for)) {
     const Nanoseconds end = now_ns() + patience;
-    for (int round = 1; now_ns() < end; ++round) {
+    while (now_ns() < end) {
       if (spin()) return spin_policy.succeeded();
-      if (round % SpinPolicy::kRoundsToYield == 0) sched_yield();
     }
     spin_policy.failed();
   }
   if (waited_for) call.interrupt->blocks();
-  // Where the core is offered instead of spun on, as long as one would spin.
-  const Nanoseconds end = waited_for && (crowded(reason) || together) ? now_ns() + patience : 0;
-  for (std::uint64_t i = 0; i < tuning().yields || (end != 0 && now_ns() < end); ++i) {
-    sched_yield();
-    if (come()) return;
+  if (crowded(reason) || together) {
+    const Nanoseconds end = waited_for ? now_ns() + patience : 0;  // as long as one would spin
+    for (std::uint64_t i = 0; i < tuning().yields || now_ns() < end; ++i) {
+      sched_yield();
+      if (come()) return;
+    }
   }
   sleep(call, peer, word, value);
 }

@@ -1,8 +1,8 @@
 // A rank's view of its group's shared memory: what it publishes, how it waits for the others, and how it
 // learns that they are gone.
 //
-// Waiting goes in three steps, because ranks may outnumber cores: spin (spin_policy.hpp says how long),
-// yield, then sleep on this rank's doorbell. A sleeper wakes at least every 100 ms and checks whether to go
+// Waiting goes in two steps: spin, or yield where ranks outnumber cores (spin_policy.hpp says how long), then
+// sleep on this rank's doorbell. A sleeper wakes at least every 100 ms and checks whether to go
 // on: an abort here, the group's failure record, dead or departed peers, the deadline, the interrupt hook.
 //
 // Of a group that spans machines each machine has a segment, whose leader keeps the mirrors of remote ranks
