@@ -124,7 +124,7 @@ def test_stopped_rank_is_not_taken_for_a_dead_one():
 
 
 def _dies_beside_a_stopped_leader(group, operation):
-    """Rank 3 dies while who would tell the other machine of it is stopped: its connections end long before."""
+    """Rank 3 dies while the leader who would tell of it is stopped: its connections end long before."""
     rank, store = group.rank(), current_store()
     tensor = torch.ones(1 << 20)
     group.allreduce([tensor], SYNCHRONOUS)  # makes all connections
@@ -141,11 +141,10 @@ def _dies_beside_a_stopped_leader(group, operation):
     if rank == 2:
         store.set("process", str(os.getpid()))
         store.wait(["stopped"])
+    receives = operation == "recv" and rank == 0
+    work = group.recv([tensor], 3, 0) if receives else group.allreduce([tensor])
     with pytest.raises(dist.PeerLostError, match=r"rank 3 .*has died") as caught:
-        if operation == "recv" and rank == 0:
-            group.recv([tensor], 3, 0).wait()
-        else:
-            group.allreduce([tensor], SYNCHRONOUS)
+        work.wait()
     assert caught.value.rank == 3
 
 
