@@ -23,14 +23,6 @@ def _holdings() -> dict[str, int]:
     return {**census(), "connections": connections()}
 
 
-def _await_all(size: int) -> None:
-    """Waits until all ranks are here, without their group: an operation of it makes connections."""
-    store = harness.current_store()
-    if store.add("here", 1) == size:
-        store.set("all here", "")
-    store.wait(["all here"])
-
-
 def _figures(rank: int, size: int, local: int) -> dict[str, float]:
     """Returns what this rank needs for the world, for all operations, and for each further group."""
     os.environ["COLLECTIVES_HOST_MACHINE"] = f"machine {rank // local}"
@@ -41,7 +33,7 @@ def _figures(rank: int, size: int, local: int) -> dict[str, float]:
     forming_s = time.monotonic() - began
     formed = _holdings()
     requests, _ = store.take()
-    _await_all(size)
+    harness.current_store().barrier("counted", size)  # the group's own makes connections
     dist.barrier()
     for count in (1, 1 << 18):
         dist.all_reduce(torch.ones(count))
