@@ -2,8 +2,8 @@
 // learns that they are gone.
 //
 // Waiting goes in two steps: spin, or yield where ranks outnumber cores (spin_policy.hpp says how long), then
-// sleep on this rank's doorbell. A sleeper wakes at least every 100 ms and checks whether to go
-// on: an abort here, the group's failure record, dead or departed peers, the deadline, the interrupt hook.
+// sleep on this rank's doorbell. A sleeper wakes at least every 100 ms and checks whether to go on: an abort
+// here, the group's failure record, dead or departed peers, the deadline, the interrupt hook.
 //
 // Of a group that spans machines each machine has a segment, whose leader keeps the mirrors of remote ranks
 // up to date (transport/arrival_exchange.hpp, transport/control_channel.hpp).
