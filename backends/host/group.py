@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+from torch.futures import Future
 
 import collectives._native as _native
-from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends._shared.exit_reasons import abort_reason, exception_behind
-from collectives.backends._shared.tensor_memory import equal_parts, part_of, split_parts
+from collectives.backends._shared.tensor_memory import DenseCall
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.threads import HostOptions
-from collectives.backends.host.work import HostWork, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
-from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
-from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call, Operand
+from collectives.core.completions import complete_after
+from collectives.core.native_dtypes import NATIVE_CODES, native_count
+from collectives.core.operations import ALL_REDUCE_COALESCED, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
 from collectives.core.types import default_pg_timeout, nanoseconds
-from collectives.core.work import COMPLETED, CompletedWork, Work
+from collectives.core.work import COMPLETED, CollectiveFuture, CompletedWork, Work, settle
 from collectives.errors import DistError, GroupAbortedError
 from collectives.registry.backends import GroupOptions
+from collectives.time_limits import seconds_to_wait
 
-_UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
 _CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
@@ -37,8 +40,106 @@ _CAPABILITIES = Capabilities(
     moves=frozenset(NATIVE_CODES),
 )
 
+_futures_lock = threading.Lock()
+"""One for all Works, few of which are asked for a future."""
+
 for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
+
+
+def _as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of an operand now, because the caller may change a list of them later."""
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
+
+
+class HostWork(Work):
+    """An operation that the core runs in the background.
+
+    Args:
+        task: the operation, which keeps its tensors until it is done.
+        outputs: its output tensors.
+        group: its group, which must stay as long as somebody may wait.
+    """
+
+    __slots__ = ("_future", "_group", "_outputs", "_task")
+
+    def __init__(
+        self, task: _native.HostTask, outputs: Sequence[torch.Tensor], group: ProcessGroupHost
+    ) -> None:
+        self._task = task
+        self._outputs = outputs
+        self._group = group
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks with the GIL released; a signal handler that raises ends the wait.
+
+        A collective goes on then. A message does where somebody else waits for it or a later one has been
+        issued; else it rests, and goes on when somebody waits again or asks.
+        """
+        seconds = None if timeout is None else seconds_to_wait(timeout) or None
+        if not self._task.wait(seconds):
+            raise self._group._native.not_done(self._task, seconds or 0.0)
+        self._raise_failure()
+        return True
+
+    def _rest(self) -> None:
+        self._task.rest()
+
+    def _error(self) -> BaseException | None:
+        error = self._task.error()
+        if error is not None:
+            self._group.flight_record.tell_first_error()
+        return error
+
+    def _raise_failure(self) -> None:
+        error = self._error()
+        if error is not None:
+            raise error
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; helps a point-to-point operation on."""
+        return self._task.poll()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation."""
+        return self._error()
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self._task.finished():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        self._raise_failure()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        if not self._task.finished():
+            raise RuntimeError("the operation is still pending; call wait() before source_rank()")
+        return super().source_rank() if self._task.source < 0 else self._task.source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the output tensors."""
+        with _futures_lock:
+            if self._future is None:
+                kind = Future if self._task.is_message else CollectiveFuture
+                future: Future[list[torch.Tensor]] = kind()
+                if self._task.poll():
+                    self._complete(future)
+                else:
+                    complete_after(self._task, id(self._group), partial(self._complete, future))
+                self._future = future
+            return self._future
+
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error(), self._outputs)
+
+    @property
+    def task(self) -> _native.HostTask:
+        """The operation in the core."""
+        return self._task
 
 
 class ProcessGroupHost(ProcessGroup):
@@ -189,59 +290,28 @@ class ProcessGroupHost(ProcessGroup):
                 raise
             return COMPLETED if done else None
         task = self._native.fast_collective_async(opcode, output, input, reduce_op, root, list_form)
-        return None if task is None else HostWork(task, as_tuple(output), self)
+        return None if task is None else HostWork(task, _as_tuple(output), self)
 
     def issue(self, call: Call) -> Work:
         """Runs a collective, or queues it where it is asynchronous."""
-        operation, outputs = call.operation, call.outputs
-        if operation is ALL_REDUCE_COALESCED:
+        if call.operation is ALL_REDUCE_COALESCED:
             return super().issue(call)
-        writes = call.writes_on(self._rank)
-        staged = dense_outputs(outputs if writes else ())
-        targets = staged.stand_ins if writes else [dense(tensor) for tensor in outputs]
-        sources = [dense(tensor) for tensor in call.inputs]
-        data = targets[0] if operation.output is Operand.ONE else None
-        source = sources[0] if operation.input is Operand.ONE else None
-        main = source if data is None else data
-        dtype = None if operation is BARRIER else call.tensor.dtype
-        item = 1 if dtype is None else element_bytes(dtype)
+        dense_call = DenseCall(call, self._rank, self._size)
         try:
             task = self._native.collective(
-                operation.opcode,
-                0 if data is None else data.data_ptr(),
-                0 if source is None else source.data_ptr(),
-                0 if main is None else native_count(main),
-                _UINT8 if dtype is None else NATIVE_CODES[dtype],
-                call.op.code,
-                kernel_factor(call.op, self._size),
-                call.root,
-                self._parts(operation.output, targets, call.output_splits, item),
-                self._parts(operation.input, sources, call.input_splits, item),
+                *dense_call.arguments(),
                 self._timeout_ns if call.timeout is None else nanoseconds(call.timeout),
                 not call.async_op,
-                (*sources, *targets),
+                dense_call.tensors,
             )
         except DistError:
             self._flight_record.tell_first_error()
             raise
-        work = CompletedWork(outputs) if task is None else HostWork(task, outputs, self)
-        finishing = staged.finish(work, call.async_op)
+        work = CompletedWork(call.outputs) if task is None else HostWork(task, call.outputs, self)
+        finishing = dense_call.staged.finish(work, call.async_op)
         if finishing is not work and not call.async_op:
             finishing.wait()
         return finishing
-
-    def _parts(
-        self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None, item: int
-    ) -> list[tuple[int, int]]:
-        """Returns address and elements of each rank's part of an operand that has parts."""
-        if operand is Operand.EACH:
-            parts = [part_of(tensor) for tensor in tensors]
-        elif operand is Operand.PARTS:
-            tensor = tensors[0]
-            parts = equal_parts(tensor, self._size) if splits is None else split_parts(tensor, splits)
-        else:
-            return []
-        return [(address, nbytes // item) for address, nbytes in parts]
 
     # ---- point-to-point ------------------------------------------------------------------------------
 

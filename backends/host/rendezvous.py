@@ -20,8 +20,11 @@ store. A rank that dies before can only be missed.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import time
@@ -34,7 +37,6 @@ from typing import Any, NoReturn
 import collectives._native as _native
 from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends.host import rendezvous_records as records
-from collectives.backends.host.network import has_gone, listen, place
 from collectives.backends.host.threads import agreed, remember, shares, wish
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.core.types import nanoseconds
@@ -54,8 +56,11 @@ from collectives.store.joining.known_listeners import KnownListeners
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, fetch, publish
 from collectives.store.tcp.interfaces import choose_addresses
+from collectives.store.tcp.listen import ports_to_try
 from collectives.store.waiting import delete_keys, missing_text
 
+_LABEL = "COLLECTIVES_HOST_MACHINE"
+"""Variable that divides a machine further: ranks with different labels never share memory."""
 _KEY = "host"
 """Prefix of the keys, below which a rank says why it fails."""
 _APART = f"{_KEY}/apart"
@@ -190,7 +195,7 @@ class _Forming:
         host = _native.BootstrapLeader(address, [self.rank, *others], self.size, key)
         self.open.enter_context(closing(host))
         mine = {
-            "place": place(),
+            "place": _place(),
             "system": system(),
             "address": address,
             "key": digits,
@@ -202,7 +207,9 @@ class _Forming:
 
         def watch(others: Mapping[int, Checked]) -> DistError | None:
             neighbours = [rank for rank, one in others.items() if one["place"] == mine["place"]]
-            return next((_lost(rank) for rank in neighbours if has_gone(others[rank]["address"])), None)
+            return next(
+                (_lost(rank) for rank in neighbours if _socket_has_gone(others[rank]["address"])), None
+            )
 
         plan = self._meet("places", mine, records.location, records.new_plan, records.plan, watch)
         if plan["encrypts"]:
@@ -243,7 +250,7 @@ class _Forming:
         missing = host.accept(_SLICE_S)
         if self._exclude_apart(host, missing):
             missing = host.accept(0.0)
-        gone = [rank for rank in missing if has_gone(self.plan["addresses"][rank])]
+        gone = [rank for rank in missing if _socket_has_gone(self.plan["addresses"][rank])]
         if self._exclude_apart(host, gone):  # who goes apart says so, then closes its socket
             return host.accept(0.0)
         if gone:
@@ -312,7 +319,10 @@ class _Forming:
     def listen(self, membership: _native.Membership) -> None:
         """Listens for the ranks of other machines, and learns where the ranks of all machines do."""
         chosen = choose_addresses(self.store, self.plan["one_system"])
-        listeners = self.open.enter_context(closing(listen(chosen.addresses, self.size)))
+        backlog = min(max(4 * self.size, 64), 4096)
+        listeners = self.open.enter_context(
+            closing(_native.HostListeners(chosen.addresses, backlog, ports_to_try()))
+        )
         mine = {
             "leader": self.leaders[self.rank],
             "host": socket.gethostname(),
@@ -492,3 +502,17 @@ class _Forming:
 
 def _lost(rank: int) -> PeerLostError:
     return PeerLostError(f"rank {rank} has died while the group was formed", rank)
+
+
+def _place() -> str:
+    """Returns what tells machines apart, as far as attaching goes: boot, network name space and label."""
+    label = os.environ.get(_LABEL, "")
+    return f"{system()} {label}" if label else system()
+
+
+def _socket_has_gone(name: str) -> bool:
+    """Returns whether nobody listens on a unix socket of this machine any more."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(f"\0{name}") == errno.ECONNREFUSED
+    return False

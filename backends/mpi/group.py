@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -20,24 +20,23 @@ from typing import Any, ClassVar
 import torch
 
 import collectives._native as _native
-from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation, Operations
-from collectives.backends._shared.tensor_memory import Part, byte_count, equal_parts, part_of, split_parts
+from collectives.backends._shared.tensor_memory import DenseCall, byte_count, part_of
 from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams, why_no_cuda
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import make_communicators
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
-from collectives.core.native_dtypes import NATIVE_CODES, native_count
+from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.operations import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
     ALL_REDUCE_INTO_TENSOR,
     BARRIER,
     Call,
-    Operand,
 )
 from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
@@ -70,10 +69,6 @@ log = Log()
 
 for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
-
-
-def _dense(tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
-    return dense(tensor).cpu() if on_host else dense(tensor)
 
 
 @functools.cache
@@ -269,48 +264,30 @@ class ProcessGroupMPI(MonitoredGroup):
 
     def issue(self, call: Call) -> Work:
         """Begins a collective in the core, and waits for it where it is synchronous."""
-        operation, outputs = call.operation, call.outputs
+        operation = call.operation
         if operation in {ALL_REDUCE_COALESCED, ALL_REDUCE_INTO_TENSOR}:
             return super().issue(call)
         described = self._operations.of(call, self._timeout)
         earlier = self._health.earlier() if operation is BARRIER else []
-        writes, on_host = call.writes_on(self._rank), operation.reduces  # as the kernels run there
-        staged = dense_outputs(outputs if writes else (), on_host=on_host)
-        targets = staged.stand_ins if writes else [_dense(tensor, on_host) for tensor in outputs]
-        sources = [_dense(tensor, on_host) for tensor in call.inputs]
-        received = self._parts(operation.output, targets, call.output_splits)
-        sent = self._parts(operation.input, sources, call.input_splits)
-        data = targets[0] if operation.output is Operand.ONE else None
-        source = sources[0] if operation.input is Operand.ONE else None
-        input_ptr = 0 if source is None else source.data_ptr()
+        on_host = operation.reduces  # where the kernels run
+        dense_call = DenseCall(call, self._rank, self._size, on_host)
+        targets, sources, sent = dense_call.targets, dense_call.sources, dense_call.sent
         if targets and sources and sources[0].is_cuda:  # whose own part the core cannot copy
             target, given = targets[self._rank % len(targets)], sources[self._rank % len(sources)]
-            place = received[self._rank] if received else part_of(target)
+            place = dense_call.received[self._rank] if dense_call.received else part_of(target)
             copy_own(target, place, given, sent[self._rank] if sent else part_of(given))
             if sent:
                 sent[self._rank] = place
             else:
-                input_ptr = place.address
-        main = source if data is None else data
-        keep = (*sources, *targets)
+                dense_call.input_ptr = place.address
+        keep = dense_call.tensors
         synchronize_streams(keep)
         return self._health.issue(
             described,
-            lambda: self._core.issue(
-                operation.opcode,
-                0 if data is None else data.data_ptr(),
-                input_ptr,
-                0 if main is None else native_count(main),
-                NATIVE_CODES[torch.uint8 if operation is BARRIER else call.tensor.dtype],
-                call.op.code,
-                kernel_factor(call.op, self._size),
-                call.root,
-                received,
-                sent,
-            ),
+            lambda: self._core.issue(*dense_call.arguments()),
             call.async_op,
             keep,
-            on_device(outputs, staged.last_step),
+            on_device(call.outputs, dense_call.staged.last_step),
             sum(map(byte_count, keep)),
             [work for work in earlier if not work.operation.is_message],
         )
@@ -322,17 +299,6 @@ class ProcessGroupMPI(MonitoredGroup):
         last_step = on_device(call.outputs, separate.last_step)
         work = CoalescedWork(works)
         return work if last_step is None else FinishingWork(work, last_step, call.outputs, call.async_op)
-
-    def _parts(
-        self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None
-    ) -> list[Part]:
-        """Returns each rank's part of an operand that has parts."""
-        if operand is Operand.EACH:
-            return [part_of(tensor) for tensor in tensors]
-        if operand is Operand.PARTS:
-            tensor = tensors[0]
-            return equal_parts(tensor, self._size) if splits is None else split_parts(tensor, splits)
-        return []
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@
 #include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
 #include "bindings/owned_group.hpp"
+#include "bindings/request_from.hpp"
 #include "bindings/tensor_view.hpp"
 #include "engine/group.hpp"
 #include "state/bootstrap.hpp"
@@ -35,32 +36,12 @@ namespace nb = nanobind;
 namespace collectives {
 namespace {
 
-using Address = std::uintptr_t;
-// Address and number of elements of each rank's part.
-using Parts = std::vector<std::pair<Address, std::size_t>>;
-
-std::vector<Part> parts_from(const Parts& parts, DType dtype) {
-  std::vector<Part> result;
-  result.reserve(parts.size());
-  for (const auto& [address, count] : parts)
-    result.push_back({pointer_from(address), count * size_of(dtype)});
-  return result;
-}
-
 // With `wait` runs the operation and returns None; else queues it and returns its task.
 nb::object collective(OwnedGroup& owned, std::uint8_t opcode, Address data, Address input, std::size_t count,
                       std::uint8_t dtype, std::uint8_t op, double factor, int root, const Parts& outputs,
                       const Parts& inputs, Nanoseconds timeout, bool wait, nb::object owner) {
   Group& group = usable(owned);
-  Request request;
-  request.opcode = static_cast<Opcode>(opcode);
-  request.reduction = {dtype_from(dtype), op_from(op), factor};
-  request.root = root;
-  request.data = pointer_from(data);
-  request.input = pointer_from(input);
-  request.count = count;
-  request.outputs = parts_from(outputs, request.reduction.dtype);
-  request.inputs = parts_from(inputs, request.reduction.dtype);
+  Request request = request_from(opcode, data, input, count, dtype, op, factor, root, outputs, inputs);
   if (!wait) {
     return nb::cast(
         HostTask(group.enqueue(std::move(request), timeout, owner_of(std::move(owner)), call_site())));

@@ -1,6 +1,7 @@
 // Collectives and messages of the mpi backend, without the GIL. Addresses are numbers, and the callers
 // keep the memory alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -25,6 +26,7 @@
 #include "bindings/fast_path.hpp"
 #include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
+#include "bindings/request_from.hpp"
 #include "bindings/tensor_view.hpp"
 #include "engine/task.hpp"
 #include "engine/transfer.hpp"
@@ -37,7 +39,6 @@ namespace collectives {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using ByteParts = std::vector<std::tuple<std::uintptr_t, std::size_t>>;
 
 // Tests before Python's lock is given up, where it is kept at first.
 constexpr int kTestsWithLock = 50;
@@ -47,13 +48,6 @@ constexpr auto kPatience = std::chrono::milliseconds(2);
 
 // The most bytes of the tensors of one call on this rank that the fast path takes.
 constexpr std::size_t kFastBytes = 8 << 20;
-
-std::vector<Part> parts_from(const ByteParts& given) {
-  std::vector<Part> parts;
-  parts.reserve(given.size());
-  for (const auto& [pointer, bytes] : given) parts.push_back({pointer_from(pointer), bytes});
-  return parts;
-}
 
 // The flight record of a group, whose threads write one after the other: by the GIL, or without one by a
 // lock.
@@ -183,20 +177,11 @@ class MpiGroup {
     return answer(std::move(in_flight));
   }
 
-  std::shared_ptr<InFlight> issue(std::uint8_t opcode, std::uintptr_t data, std::uintptr_t input,
-                                  std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
-                                  int root, const ByteParts& outputs, const ByteParts& inputs) {
-    if (!is_dtype(dtype) || !is_reduce_op(op)) throw std::invalid_argument("no such data type or reduction");
-    Request request;
-    request.opcode = static_cast<Opcode>(opcode);
-    request.reduction = {static_cast<DType>(dtype), static_cast<ReduceOp>(op), factor};
-    request.root = root;
-    request.data = pointer_from(data);
-    request.input = pointer_from(input);
-    request.count = count;
-    request.outputs = parts_from(outputs);
-    request.inputs = parts_from(inputs);
-    return start(std::make_shared<InFlight>(collective(std::move(request))));
+  std::shared_ptr<InFlight> issue(std::uint8_t opcode, Address data, Address input, std::size_t count,
+                                  std::uint8_t dtype, std::uint8_t op, double factor, int root,
+                                  const Parts& outputs, const Parts& inputs) {
+    return start(std::make_shared<InFlight>(
+        collective(request_from(opcode, data, input, count, dtype, op, factor, root, outputs, inputs))));
   }
 
   std::shared_ptr<InFlight> issue_message(bool sends, std::uintptr_t data, int count, std::uintptr_t type,
