@@ -5,7 +5,6 @@ A Python block begins with ``# FILE, run with: COMMAND``; the blocks of a page l
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +28,6 @@ COMMANDS = sorted(
     }
 )
 """Those of blocks and those within text, but for what stands for several."""
-
-
-FRAMEWORKS = {"accelerate", "ignite", "lightning", "torchmetrics", "transformers"}
-"""Packages of the extra of that name, without which blocks that import them are skipped."""
 
 
 class Block(NamedTuple):
@@ -63,15 +58,6 @@ def test_readme_shows_how_to_train_and_how_to_compose_groups():
 @pytest.mark.full
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page.stem}-{block.file}")
 def test_block_runs_as_its_first_line_says(block, tmp_path, run_program):
-    texts = dict(blocks_of(block.page))
-    missing = FRAMEWORKS.intersection(
-        name
-        for text in texts.values()
-        for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
-        if importlib.util.find_spec(name) is None
-    )
-    if missing:
-        pytest.skip(f"no {', '.join(missing)} here: pip install 'torch-collectives[frameworks]'")
     folder = tmp_path / "page"
     folder.mkdir()
     for head, text in blocks_of(block.page):
