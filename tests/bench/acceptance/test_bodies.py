@@ -16,8 +16,7 @@ from nccl_double.device import DoubleDevice, Graph
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.ranks import Context, RankEnd
+from collectives.bench.acceptance.cases import CASES, Context, RankEnd
 
 
 def context_of(rank: int, size: int, file: str, folder: str) -> Context:
@@ -50,13 +49,13 @@ class LoadsKernels(TorchDispatchMode):
 def with_kernels_to_load(rank: int, size: int, file: str, folder: str) -> None:
     context = context_of(rank, size, file, folder)
     with LoadsKernels():
-        streams.CASES["late_producer"].body(context)
+        CASES["late_producer"].body(context)
     context.platform.finish()
 
 
 def test_the_first_use_of_a_kernel_is_no_host_that_waits(nccl_library: Path, tmp_path: Path) -> None:
     run_ranks(with_kernels_to_load, 2, str(nccl_library), str(tmp_path), isolated=True)
-    streams.CASES["late_producer"].judge(ends_of(tmp_path, 2))
+    CASES["late_producer"].judge(ends_of(tmp_path, 2))
 
 
 class Reading(torch.optim.SGD):
@@ -70,14 +69,14 @@ class Reading(torch.optim.SGD):
 def training(rank: int, size: int, file: str, folder: str, reads: bool) -> None:
     context = context_of(rank, size, file, folder)
     with mock.patch.object(torch.optim, "SGD", Reading if reads else torch.optim.SGD):
-        streams.CASES["no_waiting_training"].body(context)
+        CASES["no_waiting_training"].body(context)
     context.platform.finish()
 
 
 @pytest.mark.full
 def test_a_step_of_training_that_waits_is_found(nccl_library: Path, tmp_path: Path) -> None:
     run_ranks(training, 2, str(nccl_library), str(tmp_path), False, isolated=True)
-    streams.CASES["no_waiting_training"].judge(ends_of(tmp_path, 2))
+    CASES["no_waiting_training"].judge(ends_of(tmp_path, 2))
     with pytest.raises(RankFailedError, match="this thread would wait for a stream"):
         run_ranks(training, 2, str(nccl_library), str(tmp_path), True, isolated=True)
 
@@ -85,7 +84,7 @@ def test_a_step_of_training_that_waits_is_found(nccl_library: Path, tmp_path: Pa
 def left_alive(rank: int, size: int, file: str, folder: str) -> tuple[int, int]:
     """Returns how many graphs and communicators there are when the process exits."""
     context = context_of(rank, size, file, folder)
-    failures.CASES["live_graph"].body(context)
+    CASES["live_graph"].body(context)
     return sum(isinstance(one, Graph) for one in context.kept), context.platform.held()
 
 
@@ -93,4 +92,4 @@ def test_a_process_exits_with_collectives_in_a_graph(nccl_library: Path, tmp_pat
     """Neither the graph nor the group's communicator has been ended by then."""
     found = run_ranks(left_alive, 2, str(nccl_library), str(tmp_path), isolated=True)
     assert found == [(1, 1)] * 2
-    assert failures.CASES["live_graph"].judge(ends_of(tmp_path, 2)) == {"seconds_to_exit": 0.0}
+    assert CASES["live_graph"].judge(ends_of(tmp_path, 2)) == {"seconds_to_exit": 0.0}

@@ -22,10 +22,11 @@ from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
 from collectives.backends.nccl.device import CudaDevice
-from collectives.bench.acceptance import command, failures, platform, sections, streams
+from collectives.bench.acceptance import command, platform
+from collectives.bench.acceptance.cases import CASES
+from collectives.bench.acceptance.command import SECTIONS, Plan
 from collectives.bench.acceptance.platform import Platform, load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Row, Verdict, checked
-from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.cli import main
 from collectives.conformance.examination import Answer, Question, Status
@@ -157,8 +158,8 @@ def test_one_rank_is_trained_beside_others(
     monkeypatch.setattr(command, "SECTIONS", {"training": lambda plan: iter(plans.append(plan) or ())})
     main(["accept", "--sections", "training", *words])
     assert [plan.ranks for plan in plans] == [ranks]
-    monkeypatch.setattr(sections, "run_ranks", lambda _platform, _body, size, *_, **__: asked.append(size))
-    monkeypatch.setattr(sections, "_trained", lambda _plan, _model, size: asked.append(size))
+    monkeypatch.setattr(command, "run_ranks", lambda _platform, _body, size, *_, **__: asked.append(size))
+    monkeypatch.setattr(command, "_trained", lambda _plan, _model, size: asked.append(size))
     for name, expected in (("training", {*ranks}), ("failures", {*ranks} - {1})):
         asked: list[int] = []
         [*SECTIONS[name](plans[0])]
@@ -251,7 +252,7 @@ def test_a_backend_that_refuses_everything_fails(
             details = dict.fromkeys([question.function, "SUM"], error)
             progress(question, Answer(Status.UNSUPPORTED, details, 0, 1))
 
-    monkeypatch.setattr(sections, "examine", refuse)
+    monkeypatch.setattr(command, "examine", refuse)
     rows = {row.name: row for row in SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))}
     assert rows["broadcast, cupy, 2 ranks"].said.startswith(said)
     offered = {name for name, row in rows.items() if row.verdict is Verdict.PASSED}
@@ -273,8 +274,8 @@ def test_ranks_that_hang_are_not_asked_for_hours(monkeypatch: pytest.MonkeyPatch
             clock[0] += 250.0
             progress(question, Answer(Status.HANG, {question.function: "no answer"}, 0, 1))
 
-    monkeypatch.setattr(sections, "examine", hang)
-    monkeypatch.setattr(sections, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(command, "examine", hang)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     rows = [*SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))]
     assert [row.name for row in rows if row.verdict is Verdict.PASSED] == ["torch:gloo, 2 ranks"]
     assert rows[0].said.endswith("questions were asked in 600 s; the others are not known")
@@ -305,8 +306,8 @@ def checkout(folder: Path, body: str) -> Path:
 
 def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, body in (("passes", "pass"), ("skips", "pytest.skip('no device')"), ("fails", "assert not 7")):
-        monkeypatch.setattr(sections, "root", lambda name=name, body=body: checkout(tmp_path / name, body))
-        run = partial(sections.run_tests, ["tests/gpu"])
+        monkeypatch.setattr(command, "root", lambda name=name, body=body: checkout(tmp_path / name, body))
+        run = partial(command.run_tests, ["tests/gpu"])
         if name == "passes":
             assert run() == ("1 tests passed", {"tests": 1, "failures": 0, "errors": 0, "skipped": 0})
         elif name == "skips":
@@ -315,12 +316,12 @@ def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         else:
             with pytest.raises(CheckFailedError, match=r"(?s)status 1: .*assert not 7"):
                 run()
-    monkeypatch.setattr(sections, "root", lambda: tmp_path)
+    monkeypatch.setattr(command, "root", lambda: tmp_path)
     with pytest.raises(CheckSkippedError, match="part of the repository"):
-        sections.run_tests([])
-    monkeypatch.setattr(sections, "root", lambda: tmp_path / "passes")
+        command.run_tests([])
+    monkeypatch.setattr(command, "root", lambda: tmp_path / "passes")
     with pytest.raises(CheckFailedError, match="status 4"):
-        sections.run_tests(["tests/no_such_file.py"])
+        command.run_tests(["tests/no_such_file.py"])
 
 
 def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -329,7 +330,7 @@ def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path
     (folder / "test_it.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n")
     (folder / "test_mpi.py").write_text("import pytest\n\npytest.skip('no MPI', allow_module_level=True)\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    monkeypatch.setattr(sections, "root", lambda: tmp_path)
+    monkeypatch.setattr(command, "root", lambda: tmp_path)
     plan = Plan("", Platform(), (2,), short=True)
     (row,) = SECTIONS["tests"](plan)
     assert row.verdict is Verdict.PASSED, row.said
@@ -358,11 +359,12 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
         names[record["section"]].add(record["name"])
     assert {"provider cupy", "provider pynccl", "one libnccl", "peer access"} <= names["preflight"]
     assert {"all_reduce, cupy, 2 ranks", "scatter, strided, cupy, 2 ranks"} <= names["conformance"]
-    for section, cases in (("streams", streams.CASES), ("failures", failures.CASES)):
-        assert names[section] == {f"{case.title}, cupy, 2 ranks" for case in cases.values()}
+    for section in ("streams", "failures"):
+        titles = {case.title for case in CASES.values() if case.section == section}
+        assert names[section] == {f"{title}, cupy, 2 ranks" for title in titles}
     assert {"all_reduce of 8 B, cupy, 2 ranks", "all_reduce of 4 KiB, cupy, 2 ranks"} <= names["bandwidth"]
     assert names["training"] == {"small, cupy, 1 rank", "small, cupy, 2 ranks"}
-    assert names["host-cost"] == {"all", *sections.LIMITS}
+    assert names["host-cost"] == {"all", *command.LIMITS}
     assert len(names["tests"]) == 1
     text = page.read_text("utf-8")
     assert text.count("Plotly.newPlot(") == 1

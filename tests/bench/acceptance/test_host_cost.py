@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from collectives.bench.acceptance.sections import measure_host_cost
+from collectives.bench.acceptance.command import measure_host_cost
 
 MOST = {
     "all_reduce, asynchronous": (40, 45),

@@ -9,9 +9,9 @@ import pytest
 from nccl_double.platform import DoublePlatform
 
 from collectives.bench import ddp
-from collectives.bench.acceptance import sections
+from collectives.bench.acceptance import command
+from collectives.bench.acceptance.command import SECTIONS, Cost, Plan
 from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.acceptance.sections import SECTIONS, Cost, Plan
 from collectives.bench.allreduce import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
@@ -44,8 +44,8 @@ def rows(
         asked.append(options)
         return Report("allreduce", {}, {}, list(records), list(skipped))
 
-    monkeypatch.setattr(sections, "measure", measure)
-    return [*sections._measured(plan(), 2, "all_reduce", "8", ["all_reduce"])]
+    monkeypatch.setattr(command, "measure", measure)
+    return [*command._measured(plan(), 2, "all_reduce", "8", ["all_reduce"])]
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(31.0, Verdict.PASSED), (33.0, Verdict.FAILED)])
@@ -107,23 +107,23 @@ def test_training_may_take_a_twentieth_more_and_must_agree(
         records = [trained("ours:nccl", ms, agrees), trained("torch:nccl", 10.0, True)]
         return TrainingReport("ddp", {}, {}, records)
 
-    monkeypatch.setattr(sections.ddp, "measure", measure)
+    monkeypatch.setattr(command.ddp, "measure", measure)
     (row,) = SECTIONS["training"](plan())
     assert row.verdict is verdict
     assert said in row.said
 
 
 def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(sections.LIMITS)
+    names = list(command.LIMITS)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
-    monkeypatch.setattr(sections, "measure_host_cost", lambda calls: costs)
+    monkeypatch.setattr(command, "measure_host_cost", lambda calls: costs)
     whole, *judged = SECTIONS["host-cost"](plan())
     assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
     assert {row.verdict for row in SECTIONS["host-cost"](plan(DoublePlatform()))} == {Verdict.PASSED}
-    allowed = sections.LIMITS[names[1]][0]
+    allowed = command.LIMITS[names[1]][0]
     costs[1] = Cost(names[1], allowed + 1, 10, 1.0)  # which are the same everywhere
     for platform in (Devices(), DoublePlatform()):
         row = [*SECTIONS["host-cost"](plan(platform))][2]
@@ -136,7 +136,7 @@ def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     def breaks(*_: object, **__: object) -> list[Cost]:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(sections, "measure_host_cost", breaks)
-    monkeypatch.setattr(sections.ddp, "Options", breaks)
+    monkeypatch.setattr(command, "measure_host_cost", breaks)
+    monkeypatch.setattr(command.ddp, "Options", breaks)
     rows = [row for name in ("host-cost", "training") for row in SECTIONS[name](plan())]
     assert [(row.verdict, row.said) for row in rows] == [(Verdict.FAILED, "RuntimeError: no driver")] * 2

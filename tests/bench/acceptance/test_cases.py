@@ -1,4 +1,4 @@
-"""What is taken for a failure of the backend when ranks end."""
+"""What is taken for a failure of the backend when ranks end, and for a wrong order of streams."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from collectives.bench.acceptance import ranks
-from collectives.bench.acceptance.failures import CASES
-from collectives.bench.acceptance.ranks import RankEnd, run_ranks, write_answer
+from collectives.bench.acceptance import cases
+from collectives.bench.acceptance.cases import CASES, RankEnd, run_ranks, write_answer
 from collectives.bench.acceptance.report import CheckFailedError
 
 LOST = {"error": "PeerLostError", "said": "rank 1 is lost", "seconds": 0.1}
@@ -78,12 +77,12 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "if rank == '2':\n"
         "    time.sleep(60)\n"
     )
-    started = ranks.subprocess.Popen
+    started = cases.subprocess.Popen
 
     def start(command: Sequence[str], **options: Any) -> Any:
         return started([sys.executable, str(script), *command[3:]], **options)
 
-    monkeypatch.setattr(ranks.subprocess, "Popen", start)
+    monkeypatch.setattr(cases.subprocess, "Popen", start)
     ends = run_ranks("platform", "body", 3, 5.0, environment={"WORD": "now"}, without=[2])
     assert [end.status for end in ends] == [0, 3, None]
     assert [end.answer for end in ends] == [{"x": 1}, None, None]
@@ -96,3 +95,19 @@ def test_the_last_answer_counts(tmp_path: Path) -> None:
         write_answer(str(tmp_path), 0, {"x": value})
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     assert '"x": 2' in (tmp_path / "0.json").read_text()
+
+
+IN_ORDER = {"found": [6.0, 6.0], "wanted": [6.0, 6.0], "seconds_of_the_host": 0.1}
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.section == "streams"])
+def test_values_in_the_order_of_streams(case: str) -> None:
+    assert CASES[case].judge([ended(**IN_ORDER), ended(**IN_ORDER)])["ranks"] == 2
+    with pytest.raises(CheckFailedError, match=r"rank 1 has \[6.0, 2.0\] instead of \[6.0, 6.0\]"):
+        CASES[case].judge([ended(**IN_ORDER), ended(**{**IN_ORDER, "found": [6.0, 2.0]})])
+
+
+def test_a_host_that_waits() -> None:
+    late = ended(**{**IN_ORDER, "seconds_of_the_host": 1.2})
+    with pytest.raises(CheckFailedError, match=r"the host waited: 1\.20 s"):
+        CASES["late_producer"].judge([ended(**IN_ORDER), late])
