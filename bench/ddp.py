@@ -50,23 +50,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
 import collectives
-from collectives.bench.comparison.operations import OPERATIONS as MEASURED
-from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.comparison.peers import why_no_torch
 from collectives.bench.core.arguments import (
+    Progress,
     add_files,
     add_options,
     at_least,
-    conclude,
-    failing_as_command,
     option,
-    options_from,
     parse_names,
     positive,
-    show_progress,
+    run_measurement,
+    silent,
 )
 from collectives.bench.core.devices import DEVICES, Device
-from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
+from collectives.bench.core.namespaces import Machines
 from collectives.bench.core.ranks import (
     Placement,
     PlacementOptions,
@@ -85,9 +81,10 @@ from collectives.bench.core.records import (
     Timing,
     curve_of,
     grouped,
+    number_of_ranks,
+    or_dash,
     usable,
 )
-from collectives.bench.core.text import number_of_ranks, or_dash
 from collectives.bench.models import (
     LEARNING_STEPS,
     TASKS,
@@ -97,6 +94,9 @@ from collectives.bench.models import (
     install_command,
     why_unavailable,
 )
+from collectives.bench.operations import OPERATIONS as MEASURED
+from collectives.bench.operations import bus_factor
+from collectives.bench.peers import why_no_torch
 from collectives.cli.mpi_job import usual_ranks
 from collectives.core.operations import OPERATIONS
 from collectives.core.process_group import ProcessGroup
@@ -111,7 +111,7 @@ from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceSta
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 from collectives.ddp.model_averaging import DiLoCoAverager
 from collectives.ddp.optim import PostLocalSGDOptimizer
-from collectives.ranks.processes import RankFailedError, RankProcesses, commands
+from collectives.ranks.processes import RankProcesses, commands
 
 NOOP: Final = "noop"
 """The hook that communicates nothing."""
@@ -456,25 +456,6 @@ _COLLECTIVE = {operation.name: operation.collective for operation in OPERATIONS}
 """The collective of each operation, of lists or of one tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a rank trains.
-
-    Attributes:
-        peer: the peer.
-        task: name of the model.
-        batch: samples of each rank in an iteration.
-        exact: first steps that a hook with a state averages exactly.
-        bucket_cap_mb: of the wrapper.
-    """
-
-    peer: Peer
-    task: str
-    batch: int
-    exact: int
-    bucket_cap_mb: float | None
-
-
 @dataclass(slots=True)
 class Facts:
     """A rank's first answer, after one iteration, and the last one, to the number zero.
@@ -526,7 +507,16 @@ class Times:
         self.sent_bytes += new.sent_bytes
 
 
-def train(rank: int, connection: Connection, placement: Placement, given: Assignment) -> None:
+def train(
+    rank: int,
+    connection: Connection,
+    placement: Placement,
+    peer: Peer,
+    name: str,
+    batch: int,
+    exact: int,
+    bucket_cap_mb: float | None,
+) -> None:
     """Body of a rank: sends :class:`Facts`, then :class:`Times` for every number of iterations it gets.
 
     The number zero asks for :class:`Facts` again.
@@ -535,13 +525,17 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
         rank: the rank that this process is.
         connection: to the parent.
         placement: where it is.
-        given: what it trains.
+        peer: the peer.
+        name: of the model.
+        batch: samples of each rank in an iteration.
+        exact: first steps that a hook with a state averages exactly.
+        bucket_cap_mb: of the wrapper.
     """
     placement.take(rank)
-    task, size, peer = TASKS[given.task], placement.size, given.peer
+    task, size = TASKS[name], placement.size
     device = DEVICES[placement.device]
     torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
-    data = task.data(given.batch, rank, size, device.kind)
+    data = task.data(batch, rank, size, device.kind)
     start_bytes = device.held_bytes()
     model = task.build().to(device.kind)
     optimizer = task.optimizer(model.parameters())
@@ -552,7 +546,7 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
     elif peer.kind == "torch":
         placement.initialize_torch(rank, peer.backend)
     barrier = SpinBarrier(placement.memory, rank, size)
-    parallel = peer.wrap(model, group, given.exact, given.bucket_cap_mb)
+    parallel = peer.wrap(model, group, exact, bucket_cap_mb)
     averager = peer.averager(model, group)
     if averager is not None:
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
@@ -613,9 +607,8 @@ def _last_facts(
     if averager is not None:
         averager.finish()
     accuracy = None if data.accuracy is None else data.accuracy(model)
-    return replace(
-        facts, accuracy=accuracy, checksum=checksum(model), peak_memory_bytes=device.most_held_bytes()
-    )
+    most = device.most_held_bytes()
+    return replace(facts, accuracy=accuracy, checksum=checksum(model), peak_memory_bytes=most)
 
 
 def _least_sent(group: ProcessGroup) -> float:
@@ -670,8 +663,6 @@ BASE_BYTES = 400 << 20
 
 TOLERANCE = 1e-3
 """Largest relative difference of the gradients' norms between peers that communicate the same."""
-
-Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -789,7 +780,7 @@ class _Ranks:
         )
 
 
-def measure(options: Options, progress: Progress | None = None) -> TrainingReport:
+def measure(options: Options, progress: Progress = silent) -> TrainingReport:
     """Runs the measurement and returns its report; what cannot run here is in it as skipped.
 
     Args:
@@ -839,23 +830,18 @@ def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
 
 
 def _measure_model(
-    task: Model,
-    peers: Sequence[Peer],
-    options: Options,
-    machines: Machines | None,
-    progress: Progress | None,
+    task: Model, peers: Sequence[Peer], options: Options, machines: Machines | None, say: Progress
 ) -> list[TrainingRecord]:
     """Measures all peers with one model; each round begins with another peer."""
-    say = progress or (lambda _: None)
     batch = options.batch or task.batch
     warmup = options.warmup or (LEARNING_WARMUP if task.learns else WARMUP)
     teams: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
             say(f"{task.name}: starting {peer}")
-            given = Assignment(peer, task.name, batch, max(2, warmup - 2), options.bucket_cap_mb)
+            given = (peer, task.name, batch, max(2, warmup - 2), options.bucket_cap_mb)
             needed = ["mpi"] if peer.needs_mpi else []
-            processes = options.start(train, options.ranks, given, backends=needed, machines=machines)
+            processes = options.start(train, options.ranks, *given, backends=needed, machines=machines)
             teams.append(_Ranks(peer, stack.enter_context(processes), machines))
             _check_memory(task, teams, len(peers), DEVICES[options.device])
         begin = time.monotonic()
@@ -914,7 +900,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    options = options_from(Options, arguments)
-    with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
-        report = measure(options, show_progress)
-    return conclude(report, lambda record: record.agrees, arguments)
+    return run_measurement(Options, measure, lambda record: record.agrees, arguments)

@@ -23,19 +23,19 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.allreduce import measure
-from collectives.bench.comparison.options import SIZES, Options
+from collectives.bench.allreduce import SIZES, Options, measure
 from collectives.bench.core.arguments import (
+    add_options,
     at_least,
     failing_as_command,
+    option,
     parse_sizes_argument,
     show_progress,
 )
-from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.devices import usable_cores
 from collectives.bench.core.page import write_page
 from collectives.bench.core.ranks import Placement, PlacementOptions
-from collectives.bench.core.records import write_json
-from collectives.bench.core.text import header_lines, report_lines
+from collectives.bench.core.records import header_lines, report_lines, write_json
 from collectives.bench.models import (
     Recipe,
     accuracy,
@@ -99,32 +99,26 @@ class Outcome:
     train_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the demo does.
+
+    Attributes:
+        ranks: number of ranks.
+        steps: optimizer steps.
+        sizes: sizes of the all-reduce.
+        out: where to leave the JSON file and the page.
+    """
+
+    ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks, metavar="N")
+    steps: int = option(300, "--steps", type=at_least(1), metavar="N")
+    sizes: tuple[int, ...] = option(SIZES, "--sizes", type=parse_sizes_argument, metavar="SIZES")
+    out: Path = option(".", "--out", type=output_folder, metavar="DIR")  # noqa: RUF009 - a field
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to a parser."""
-    parser.add_argument(
-        "--nproc",
-        type=at_least(1),
-        default=usual_ranks(),
-        metavar="N",
-        help="number of ranks (default: 2, or what mpirun started)",
-    )
-    parser.add_argument(
-        "--steps", type=at_least(1), default=300, metavar="N", help="optimizer steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sizes",
-        type=parse_sizes_argument,
-        default=SIZES,
-        metavar="SIZES",
-        help="sizes of the all-reduce (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=output_folder,
-        default=Path(),
-        metavar="DIR",
-        help="where to leave the JSON file and the page (default: here)",
-    )
+    add_options(parser, DemoOptions, ranks="2, or what mpirun started", out="here")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -136,9 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_packages()
     begin = time.monotonic()
     with failing_as_command(ValueError):
-        options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
+        options = Options(ranks=(arguments.ranks,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
     with failing_as_command(RankFailedError):
-        outcome = train_in_parallel(arguments.nproc, arguments.steps)
+        outcome = train_in_parallel(arguments.ranks, arguments.steps)
         print(
             f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
             f"{outcome.lanes} host groups in turn, {outcome.train_s:.1f} s."

@@ -740,11 +740,7 @@ def _loss_in_the_last_pass(context: Context) -> None:
     context.answer_error_of(group.shutdown)
 
 
-@case(
-    "failures",
-    "no backward() that succeeds after a loss, where waits block",
-    _lost_judge,
-)
+@case("failures", "no backward() that succeeds after a loss, where waits block", _lost_judge)
 def _loss_under_blocking_waits(context: Context) -> None:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     _loss_in_training(context)

@@ -50,14 +50,11 @@ from collectives.bench.acceptance.report import (
     Verdict,
     checked,
 )
-from collectives.bench.allreduce import Options, measure
-from collectives.bench.comparison.operations import OPERATIONS
-from collectives.bench.comparison.records import Record
+from collectives.bench.allreduce import Options, Record, measure
 from collectives.bench.core.arguments import add_files, parse_counts, parse_names, write_files
-from collectives.bench.core.devices import DEVICES, numbers_of_ranks
-from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import Skipped, grouped
-from collectives.bench.core.text import format_bytes, number_of_ranks, parse_sizes
+from collectives.bench.core.devices import DEVICES, describe_machine, numbers_of_ranks
+from collectives.bench.core.records import Skipped, format_bytes, grouped, number_of_ranks, parse_sizes
+from collectives.bench.operations import OPERATIONS
 from collectives.cli import CommandError
 from collectives.conformance.examination import Answer, Question, Status, examine, questions, unkept
 from collectives.core.types import AllreduceOptions

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import collectives
-from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.devices import Device
 from collectives.bench.core.ranks import rounds_of, without_collection
 from collectives.bench.models import MODELS, Recipe, batches, load_digits, residual_reader
+from collectives.bench.peers import TORCH
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.model_averaging import average_parameters
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from collectives.bench.comparison.peers import TORCH
-from collectives.bench.core.records import grouped
-from collectives.bench.core.text import lines_of, made_with
+from collectives.bench.core.records import grouped, lines_of, made_with
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.figures import INTERVALS, Report, figure_tables, usual_samples
+from collectives.bench.peers import TORCH
 
 NOTICEABLE = 0.1
 """Part by which two times must differ before one counts as longer."""

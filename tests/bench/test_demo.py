@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,10 @@ import torch
 from bench_reports import read_report
 
 from collectives.bench import allreduce, demo
-from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.machine import describe_machine
+from collectives.bench.allreduce import Record, Report
+from collectives.bench.core.devices import describe_machine
 from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.models import (
-    Recipe,
-    batches,
-    build_model,
-    flat_parameters,
-    load_digits,
-    train_digits,
-)
+from collectives.bench.models import Recipe, batches, build_model, flat_parameters, load_digits, train_digits
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -67,12 +59,6 @@ def descendants(pid):
     for parent in found:
         found += [child for child, above in parents.items() if above == parent]
     return set(found[1:])
-
-
-def patched_ranks(folder, monkeypatch, code):
-    """Makes every Python process that starts from now on run some code first."""
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(code), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 def test_a_fifth_of_every_digit_is_held_out(digits):
@@ -192,30 +178,6 @@ def test_what_the_checks_refuse(field, value, complaint):
     assert all(holds for _, _, holds in demo.checks(OUTCOME))
     (told,) = [found for _, found, holds in demo.checks(replace(OUTCOME, **{field: value})) if not holds]
     assert complaint in told
-
-
-@pytest.mark.full
-def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, capfd, fresh_python):
-    patched_ranks(
-        tmp_path,
-        monkeypatch,
-        """
-        from collectives.bench import models as digits
-        build = digits.build_model
-        def build_model(seed):
-            if seed == 1:
-                raise ValueError("injected into rank 1")
-            return build(seed)
-        digits.build_model = build_model
-        """,
-    )
-    assert main(["demo", "--sizes", "8", "--out", str(tmp_path / "out")]) == 1
-    err = capfd.readouterr().err
-    assert "collectives: rank 1 failed:" in err
-    assert "Traceback (most recent call last)" in err
-    assert "in build_model" in err
-    assert "ValueError: injected into rank 1" in err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.full

@@ -12,8 +12,7 @@ from collectives.bench import ddp
 from collectives.bench.acceptance import command
 from collectives.bench.acceptance.command import SECTIONS, Cost, Plan
 from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.allreduce import Options
-from collectives.bench.comparison.records import Record, Report
+from collectives.bench.allreduce import Options, Record, Report
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.ddp import TrainingRecord, TrainingReport
 

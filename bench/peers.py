@@ -18,7 +18,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -26,9 +27,9 @@ import torch.distributed as torch_dist
 import collectives
 from collectives.backends import algorithms
 from collectives.backends.host.threads import MOST
-from collectives.bench.comparison.operations import ROOT, Operation, partner
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.ranks import TIMEOUT
+from collectives.bench.operations import ROOT, Operation, partner
 from collectives.core import quantized
 from collectives.ranks.mpirun import find_mpirun
 from collectives.store.encryption import ENCRYPTION
@@ -36,16 +37,12 @@ from collectives.store.encryption import ENCRYPTION
 Call = Callable[[], object]
 
 
-class Bind(Protocol):
-    """What a peer is: gives the call of an operation on tensors.
+Bind = Callable[[Operation, torch.Tensor, torch.Tensor], Call]
+"""What a peer is: gives the call of an operation on two tensors, the given one and that for the result.
 
-    The tensors are dense and one-dimensional; ``given`` and ``result`` are the same where the operation works
-    in place, and empty on ranks where it has no input or no output. The call blocks until its result is
-    there.
-    """
-
-    def __call__(self, operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Call:
-        """Returns the call."""
+The tensors are dense and one-dimensional; they are the same where the operation works in place, and empty on
+ranks where it has no input or no output. The call blocks until its result is there.
+"""
 
 
 _FUNCTIONS = {
@@ -150,17 +147,10 @@ def open_group(backend: str, algorithm: str | None) -> collectives.ProcessGroup:
         backend: of the name.
         algorithm: likewise.
     """
-    before = os.environ.get(ENCRYPTION)
-    if algorithm == CLEAR:
-        os.environ[ENCRYPTION] = "off"
-    try:
-        threads = threads_of(backend, algorithm)
-        options = None if threads is None else {"threads": threads}
+    threads = threads_of(backend, algorithm)
+    options = None if threads is None else {"threads": threads}
+    with mock.patch.dict(os.environ, {ENCRYPTION: "off"} if algorithm == CLEAR else {}):
         return collectives.new_group(backend=backend, pg_options=options)
-    finally:
-        os.environ.pop(ENCRYPTION, None)
-        if before is not None:
-            os.environ[ENCRYPTION] = before
 
 
 def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp, algorithm: str | None) -> Bind:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.bench.allreduce import Options
-from collectives.bench.comparison import operations
-from collectives.bench.comparison import worker as worker_module
-from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
-from collectives.bench.comparison.worker import Batch, Ready, Worker, run_worker
+from collectives.bench import allreduce, operations
+from collectives.bench.allreduce import Batch, Options, Ready, Worker, run_worker
 from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.ranks import Placement, barrier_memory
+from collectives.bench.operations import OPERATIONS, input_values, wanted_values
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -79,7 +77,7 @@ class Behind(Device):
 def test_of_a_device_that_runs_behind_the_host_has_a_time_of_its_own(monkeypatch):
     clock = [0]
     monkeypatch.setitem(DEVICES, "cpu", Behind(clock))
-    monkeypatch.setattr(worker_module.time, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(allreduce.time, "perf_counter_ns", lambda: clock[0])
 
     def issue(*_):
         def call():
@@ -110,8 +108,8 @@ def test_a_rank_is_ready_when_its_tensors_are_there(monkeypatch):
         events.append("tensors")
         return made
 
-    monkeypatch.setattr(worker_module, "Worker", make)
-    monkeypatch.setattr(worker_module, "_peers", lambda options: ({"peer": Recorder()}, Ready({}, {})))
+    monkeypatch.setattr(allreduce, "Worker", make)
+    monkeypatch.setattr(allreduce, "_peers", lambda options: ({"peer": Recorder()}, Ready({}, {})))
     with barrier_memory(1) as memory:
         run_worker(0, Line(), Placement(1, 0, memory, "cpu"), Options((), (1,), (4 * COUNT,)))
     assert events == ["tensors", Ready({}, {})]
@@ -201,7 +199,7 @@ def test_output_is_wiped_before_every_cold_call():
 
 def test_half_of_a_ping_pong_counts(monkeypatch):
     ticks = iter(range(0, 10**6, 500))
-    monkeypatch.setattr("collectives.bench.comparison.worker.time.perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr("collectives.bench.allreduce.time.perf_counter_ns", lambda: next(ticks))
     result = player(Recorder(), operation="sendrecv").run(turn(1, 1, 2, operation="sendrecv"))
     assert (result.cold_ns, result.hot_ns, result.loop_ns) == ([250], [250], [125])
 
