@@ -559,7 +559,7 @@ class Worker:
         self._options = options
         device = DEVICES[options.device]
         self._barrier = device.starting(barrier)
-        self._finish = device.completing(_nothing) if device.runs_behind else None
+        self._finish = device.finish if device.runs_behind else None
         self._peers = peers
         self._dtype = getattr(torch, options.dtype)
         self._prepared: tuple[str, int] | None = None
@@ -681,10 +681,6 @@ class Worker:
             for i in range(number)
         ]
         return [buffers[i : i + each] for i in range(0, number, each)]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torch.Tensor) -> None:

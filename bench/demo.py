@@ -12,8 +12,8 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from collectives.bench.core.page import write_page
 from collectives.bench.core.ranks import Placement, PlacementOptions
 from collectives.bench.core.records import header_lines, report_lines, write_json
 from collectives.bench.models import (
-    Recipe,
     accuracy,
     batches,
     build_model,
@@ -162,16 +161,16 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     Raises:
         RankFailedError: a rank failed.
     """
-    recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
+    batch = max(8, GLOBAL_BATCH // ranks)
     compared = min(steps, COMPARED_STEPS)
     print(f"Training on {ranks} ranks ...", flush=True)
     # Ranks of the benches have this process's stderr, and so a terminal to show how far they are.
-    with PlacementOptions().start(_train_rank, ranks, recipe, compared) as processes:
+    with PlacementOptions().start(_train_rank, ranks, steps, batch, compared) as processes:
         results = processes.gather()
     show_progress("")
     first = results[0]
     torch.set_num_threads(usable_cores())
-    difference = np.abs(first["compared"] - train_alone(ranks, recipe, compared).numpy()).max()
+    difference = np.abs(first["compared"] - train_alone(ranks, batch, compared).numpy()).max()
     digits = load_digits()
     return Outcome(
         ranks=ranks,
@@ -188,7 +187,7 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
 
 
 def _train_rank(
-    rank: int, connection: Connection, placement: Placement, recipe: Recipe, compared: int
+    rank: int, connection: Connection, placement: Placement, steps: int, batch: int, compared: int
 ) -> None:
     """Trains on one rank, and sends what is compared."""
     placement.take(rank)
@@ -204,12 +203,11 @@ def _train_rank(
         if step == compared:
             result["compared"] = flat_parameters(model).numpy()
         if rank == 0:
-            show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
+            show_progress(f"training: step {step} of {steps}, loss={loss:.3f}")
 
     begin = time.monotonic()
-    train_digits(
-        parallel, digits.train, recipe, batches(digits.train, recipe, rank, placement.size), after_step
-    )
+    shares = islice(batches(digits.train, batch, rank, placement.size), steps)
+    train_digits(parallel, digits.train, shares, after_step)
     result["train_s"] = time.monotonic() - begin
     result["final"] = flat_parameters(model).numpy()
     result["accuracy"] = accuracy(model, digits.test)
@@ -218,16 +216,13 @@ def _train_rank(
     connection.send(result)
 
 
-def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
+def train_alone(ranks: int, batch: int, steps: int) -> torch.Tensor:
     """Returns the parameters after training the ranks' shares of each step together in this process."""
     data = load_digits().train
     model = build_model(seed=0)  # as on rank 0, whose parameters all ranks begin with
-    shares = [batches(data, recipe, rank, ranks) for rank in range(ranks)]
-    together: Iterator[list[int]] = (
-        [place for share in step for place in share]
-        for step, _ in zip(zip(*shares, strict=True), range(steps), strict=False)
-    )
-    train_digits(model, data, recipe, together)
+    shares = [batches(data, batch, rank, ranks) for rank in range(ranks)]
+    together = ([*chain(*step)] for step in islice(zip(*shares, strict=True), steps))
+    train_digits(model, data, together)
     return flat_parameters(model)
 
 

@@ -165,9 +165,8 @@ class Device:
         """Returns the barrier that ranks leave with nothing under way on their devices."""
         return barrier
 
-    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call with the wait until the device is done with it and all that came before."""
-        return call
+    def finish(self) -> None:
+        """Waits until the device is done with all that it was given."""
 
     def mark(self) -> Any:
         """Returns a point in time: when the device has done what this thread has issued to it so far."""
@@ -231,14 +230,9 @@ class CudaDevice(Device):
 
         return start
 
-    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call before a wait for the device, which sees all streams."""
-
-        def complete() -> None:
-            call()
-            torch.cuda.synchronize()
-
-        return complete
+    def finish(self) -> None:
+        """Waits for the device, for all its streams."""
+        torch.cuda.synchronize()
 
     def mark(self) -> Any:
         """Returns an event behind what the current stream has been given."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,14 @@ from collectives.bench import allreduce, demo
 from collectives.bench.allreduce import Record, Report
 from collectives.bench.core.devices import describe_machine
 from collectives.bench.core.records import Skipped, Timing
-from collectives.bench.models import Recipe, batches, build_model, flat_parameters, load_digits, train_digits
+from collectives.bench.models import (
+    batches,
+    build_model,
+    digits_optimizer,
+    flat_parameters,
+    load_digits,
+    train_digits,
+)
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -72,26 +80,26 @@ def test_a_fifth_of_every_digit_is_held_out(digits):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shares_of_a_step_are_equal_and_cover_an_epoch(digits, size):
-    recipe = Recipe(steps=30, batch=20)
-    steps = list(zip(*(batches(digits.train, recipe, rank, size) for rank in range(size)), strict=True))
+    def first_steps():
+        shares = (islice(batches(digits.train, 20, rank, size), 30) for rank in range(size))
+        return list(zip(*shares, strict=True))
+
+    steps = first_steps()
     assert len(steps) == 30
     assert all(len({len(share) for share in step}) == 1 for step in steps)
     epoch = math.ceil(math.ceil(1437 / size) / 20)
     if epoch <= 30:
         seen = {place for step in steps[:epoch] for share in step for place in share}
         assert seen == set(range(1437))
-    assert steps == list(
-        zip(*(batches(digits.train, recipe, rank, size) for rank in range(size)), strict=True)
-    )
+    assert steps == first_steps()
 
 
 def test_training_in_one_process_is_the_mean_over_shares(digits):
-    recipe = Recipe(steps=8, batch=16)
-    shares = [list(batches(digits.train, recipe, rank, 2)) for rank in range(2)]
-    alone = demo.train_alone(2, recipe, 8)
+    shares = [islice(batches(digits.train, 16, rank, 2), 8) for rank in range(2)]
+    alone = demo.train_alone(2, 16, 8)
 
     model = build_model(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum)
+    optimizer = digits_optimizer(model.parameters())
     images, labels = digits.train.tensors
     for step in zip(*shares, strict=True):
         optimizer.zero_grad()
@@ -103,13 +111,11 @@ def test_training_in_one_process_is_the_mean_over_shares(digits):
 
 @pytest.mark.full
 def test_training_lowers_the_loss(digits):
-    recipe = Recipe(steps=120, batch=64)
     losses = []
     train_digits(
         build_model(0),
         digits.train,
-        recipe,
-        batches(digits.train, recipe, 0, 1),
+        islice(batches(digits.train, 64, 0, 1), 120),
         lambda step, loss: losses.append(loss),
     )
     assert len(losses) == 120
