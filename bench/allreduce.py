@@ -21,7 +21,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from multiprocessing.connection import Connection
@@ -61,9 +61,11 @@ from collectives.bench.core.records import (
     BaseReport,
     Chart,
     Curve,
+    Samples,
     Skipped,
     Table,
     Timing,
+    add_samples,
     curve_of,
     format_bytes,
     grouped,
@@ -520,25 +522,12 @@ class Batch:
     loop_calls: int = 0
 
 
-@dataclass(slots=True)
-class BatchResult:
-    """One rank's durations in nanoseconds, and how many elements were wrong on it.
+TIMES = (*KINDS, "host")
+"""Names of the durations, in nanoseconds, that a rank answers to a batch with.
 
-    Attributes:
-        cold_ns: each cold call.
-        hot_ns: each hot call.
-        loop_ns: the loop, divided by its calls; empty where there was none.
-        host_ns: of each hot call, until it returned; empty where the device is done by then.
-        cold_wrong: wrong elements of the cold calls.
-        hot_wrong: wrong elements of the hot calls' buffer after them all.
-    """
-
-    cold_ns: list[int] = field(default_factory=list)
-    hot_ns: list[int] = field(default_factory=list)
-    loop_ns: list[int] = field(default_factory=list)
-    host_ns: list[int] = field(default_factory=list)
-    cold_wrong: int = 0
-    hot_wrong: int = 0
+``cold`` and ``hot`` are of each such call, ``loop`` of the loop divided by its calls, ``host`` of each hot
+call until it returned, where the device is not done by then.
+"""
 
 
 class Worker:
@@ -570,11 +559,11 @@ class Worker:
         self._arena = torch.zeros(options.arena_bytes(size), dtype=torch.uint8, device=device.kind)
         self._offset = 0  # where the next buffer of the rotation begins
 
-    def run(self, batch: Batch) -> BatchResult:
-        """Runs a batch; called by all ranks with the same batch, blocks until this rank is done."""
+    def run(self, batch: Batch) -> Samples:
+        """Runs a batch, the same on all ranks, and returns its times and counts of wrong elements."""
         operation = OPERATIONS[batch.operation]
         self._prepare(operation, batch.count)
-        result = BatchResult()
+        result: Samples = {name: [] for name in (*TIMES, "cold_wrong", "hot_wrong")}
         with without_collection():
             self._run_cold(operation, batch, result)
             self._run_hot(operation, batch, result)
@@ -592,27 +581,27 @@ class Worker:
         self._wanted = None if wanted is None else wanted.to(place)
         self._prepared = (operation.name, count)
 
-    def _run_cold(self, operation: Operation, batch: Batch, found: BatchResult) -> None:
+    def _run_cold(self, operation: Operation, batch: Batch, found: Samples) -> None:
         tolerance = inexactness(batch.peer)
         if tolerance and batch.count:
             largest = float(self._given.abs().max())
             tolerance *= largest * (1 if self._options.redop == "avg" else self._size)
-        while len(found.cold_ns) < batch.cold_calls:
-            buffers = self._rotate(batch.count, batch.cold_calls - len(found.cold_ns))
+        while len(found["cold"]) < batch.cold_calls:
+            buffers = self._rotate(batch.count, batch.cold_calls - len(found["cold"]))
             pairs = [self._pair(operation, batch.count, buffer) for buffer in buffers]
             for given, result in pairs:
                 if given is not result:
                     result.zero_()
                 given.copy_(self._given)
             calls = [self._bind(operation, batch, given, result) for given, result in pairs]
-            found.cold_ns += [self._timed(operation, call)[1] for call in calls]
+            found["cold"] += [self._timed(operation, call)[1] for call in calls]
             for given, result in pairs:
                 if self._wanted is not None:
-                    found.cold_wrong += operations.count_wrong(result, self._wanted, tolerance)
+                    found["cold_wrong"].append(operations.count_wrong(result, self._wanted, tolerance))
                 if given is not result:
-                    found.cold_wrong += operations.count_wrong(given, self._given)
+                    found["cold_wrong"].append(operations.count_wrong(given, self._given))
 
-    def _run_hot(self, operation: Operation, batch: Batch, found: BatchResult) -> None:
+    def _run_hot(self, operation: Operation, batch: Batch, found: Samples) -> None:
         given, result = self._pair(operation, batch.count, self._hot)
         wanted = self._wanted
         given.copy_(self._given)
@@ -622,9 +611,9 @@ class Worker:
             wanted = None if wanted is None else rest
         call = self._bind(operation, batch, given, result)
         times = [self._timed(operation, call) for _ in range(batch.hot_calls)]
-        found.hot_ns += [whole for _, whole in times]
+        found["hot"] += [whole for _, whole in times]
         if self._finish is not None:
-            found.host_ns += [returned for returned, _ in times]
+            found["host"] += [returned for returned, _ in times]
         if batch.loop_calls:
             self._barrier()
             begin = time.perf_counter_ns()
@@ -633,9 +622,9 @@ class Worker:
             if self._finish is not None:
                 self._finish()
             took = time.perf_counter_ns() - begin
-            found.loop_ns.append(took // batch.loop_calls // (2 if operation.halved else 1))
+            found["loop"].append(took // batch.loop_calls // (2 if operation.halved else 1))
         if wanted is not None and (times or batch.loop_calls):
-            found.hot_wrong = operations.count_wrong(result, wanted)
+            found["hot_wrong"].append(operations.count_wrong(result, wanted))
 
     def _timed(self, operation: Operation, call: Callable[[], object]) -> tuple[int, int]:
         """Returns how long a call took until it returned, and until the device was done with it."""
@@ -841,22 +830,13 @@ class _Peer:
         self.point = point
         self.calls = 0
         self.loop_calls = 0
-        self.times: dict[str, list[list[int]]] = {
-            kind: [[] for _ in range(processes.size)] for kind in ("cold", "hot", "loop", "host")
-        }
-        """Nanoseconds by rank, then by call."""
-        self.cold_wrong = 0
-        self.hot_wrong = 0
+        self.samples: list[Samples] = [{name: [] for name in TIMES} for _ in range(processes.size)]
 
-    def run(self, calls: int, loop_calls: int = 0, *, timed: bool = True) -> list[BatchResult]:
+    def run(self, calls: int, loop_calls: int = 0, *, timed: bool = True) -> list[Samples]:
         """Has the ranks run a batch and takes their results, the durations only where ``timed``."""
         batch = Batch(self.name, self.point.operation, self.point.count, calls, calls, loop_calls)
-        results: list[BatchResult] = self.processes.ask(batch)
-        self.cold_wrong += sum(result.cold_wrong for result in results)
-        self.hot_wrong += sum(result.hot_wrong for result in results)
-        for kind, ranks in self.times.items() if timed else ():
-            for mine, result in zip(ranks, results, strict=True):
-                mine.extend(getattr(result, f"{kind}_ns"))
+        results: list[Samples] = self.processes.ask(batch)
+        add_samples(self.samples, results, () if timed else TIMES)
         return results
 
     def prepare(self, options: Options, budget_s: float) -> None:
@@ -879,13 +859,16 @@ class _Peer:
             # In a short loop the wait for ranks that start late weighs much: its length takes two steps.
             for _ in range(2):
                 results = self.run(0, self.loop_calls, timed=False)
-                loop_ns = max(result.loop_ns[0] for result in results)
+                loop_ns = max(result["loop"][0] for result in results)
                 self.loop_calls = max(LOOP_MIN_CALLS, min(LOOP_MAX_CALLS, LOOP_NS // max(loop_ns, 1)))
 
     def record(self, options: Options) -> Record:
         """Returns what was found."""
         operation = OPERATIONS[self.point.operation]
-        times = {kind: Timing.of(ranks) if ranks[0] else None for kind, ranks in self.times.items()}
+        samples = self.samples
+        times = {
+            name: Timing.of([one[name] for one in samples]) if samples[0][name] else None for name in TIMES
+        }
         return Record(
             operation=operation.name,
             peer=self.name,
@@ -895,8 +878,8 @@ class _Peer:
             dtype=options.dtype,
             redop=options.redop if operation.reduces else "none",
             in_place=operation.in_place and (options.in_place or operation.name != "all_reduce"),
-            cold_wrong_elements=self.cold_wrong,
-            hot_wrong_elements=self.hot_wrong,
+            cold_wrong_elements=sum(sum(one["cold_wrong"]) for one in samples),
+            hot_wrong_elements=sum(sum(one["hot_wrong"]) for one in samples),
             root=ROOT if operation.rooted else -1,
             device=options.device,
             **times,  # type: ignore[arg-type]
@@ -1032,7 +1015,7 @@ def _measure(peers: Sequence[_Peer], options: Options, budget_s: float) -> None:
             calls = share_of(peer.calls, this, ROUNDS)
             if calls or peer.loop_calls:
                 peer.run(calls, peer.loop_calls)
-        enough = options.calls is None and all(len(peer.times["cold"][0]) >= MIN_CALLS for peer in peers)
+        enough = options.calls is None and all(len(peer.samples[0]["cold"]) >= MIN_CALLS for peer in peers)
         if enough and time.monotonic() > end:
             break
 

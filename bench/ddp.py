@@ -39,7 +39,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -76,9 +76,11 @@ from collectives.bench.core.ranks import (
 from collectives.bench.core.records import (
     BaseReport,
     Chart,
+    Samples,
     Skipped,
     Table,
     Timing,
+    add_samples,
     curve_of,
     grouped,
     number_of_ranks,
@@ -484,29 +486,6 @@ class Facts:
 PHASES = ("iteration", "forward", "backward", "step")
 
 
-@dataclass(slots=True)
-class Times:
-    """A rank's answer to a number of iterations.
-
-    Attributes:
-        ns: nanoseconds of each, whole and by phase.
-        losses: of this rank in each.
-        sent_bytes: the least that a rank sends in each for what its group did, on the average of all ranks;
-            empty of a group that does not count it.
-    """
-
-    ns: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PHASES})
-    losses: list[float] = field(default_factory=list)
-    sent_bytes: list[float] = field(default_factory=list)
-
-    def extend(self, new: Times) -> None:
-        """Adds those of further iterations."""
-        for name in PHASES:
-            self.ns[name] += new.ns[name]
-        self.losses += new.losses
-        self.sent_bytes += new.sent_bytes
-
-
 def train(
     rank: int,
     connection: Connection,
@@ -517,9 +496,11 @@ def train(
     exact: int,
     bucket_cap_mb: float | None,
 ) -> None:
-    """Body of a rank: sends :class:`Facts`, then :class:`Times` for every number of iterations it gets.
+    """Body of a rank: sends :class:`Facts`, then samples for every number of iterations it gets.
 
-    The number zero asks for :class:`Facts` again.
+    The number zero asks for :class:`Facts` again. Samples are the nanoseconds of each iteration, whole and by
+    phase, this rank's ``loss``, and the bytes ``sent``: the least that a rank sends for what its group did,
+    on the average of all ranks; none of a group that does not count it.
 
     Args:
         rank: the rank that this process is.
@@ -552,7 +533,7 @@ def train(
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
     start = device.starting(barrier)
 
-    def iterate(times: Times) -> None:
+    def iterate(samples: Samples) -> None:
         compute = next(data.losses)
         before = _least_sent(group) if group is not None else 0.0
         start()
@@ -565,21 +546,21 @@ def train(
         optimizer.step()
         marks.append(device.mark())
         for name, first, last in zip(PHASES, (0, 0, 1, 2), (3, 1, 2, 3), strict=True):
-            times.ns[name].append(device.between_ns(marks[first], marks[last]))
-        times.losses.append(loss.item())
+            samples[name].append(device.between_ns(marks[first], marks[last]))
+        samples["loss"].append(loss.item())
         if group is not None:
-            times.sent_bytes.append(_least_sent(group) - before)
+            samples["sent"].append(_least_sent(group) - before)
 
-    def run(iterations: int) -> Times:
-        times = Times()
+    def run(iterations: int) -> Samples:
+        samples: Samples = {name: [] for name in (*PHASES, "loss", "sent")}
         gc.collect()
         with without_collection():
             for _ in range(iterations):
-                iterate(times)
-        return times
+                iterate(samples)
+        return samples
 
     torch.manual_seed(200 + rank)  # the same dropout for all peers
-    facts = _first_facts(model, start_bytes, run(1).losses[0])
+    facts = _first_facts(model, start_bytes, run(1)["loss"][0])
     connection.send(facts)
     for iterations in commands(connection):
         if iterations:
@@ -735,18 +716,17 @@ class _Ranks:
         self.peer = peer
         self.processes = processes
         self.facts: list[Facts] = processes.gather()
-        self.times = [Times() for _ in range(processes.size)]
+        self.samples: list[Samples] = [{} for _ in range(processes.size)]
         self.link_bytes = 0
         self._machines = machines
 
     def run(self, iterations: int, *, timed: bool = True) -> None:
         """Has the ranks run so many iterations and takes their times where ``timed``."""
         before = self._machines.sent_bytes(0) if self._machines else 0
-        answers: list[Times] = self.processes.ask(iterations)
+        answers: list[Samples] = self.processes.ask(iterations)
         if timed:
             self.link_bytes += self._machines.sent_bytes(0) - before if self._machines else 0
-            for mine, new in zip(self.times, answers, strict=True):
-                mine.extend(new)
+            add_samples(self.samples, answers)
 
     def record(self, task: Model, batch: int, norms: Mapping[str, float]) -> TrainingRecord:
         """Returns what was found; the norms are those that peers must agree with, by hook."""
@@ -754,9 +734,9 @@ class _Ranks:
         identical = len({facts.checksum for facts in self.facts}) == 1
         near = abs(first.grad_norm - norms[peer.hook]) <= TOLERANCE * norms[peer.hook]
         fattest = max(self.facts, key=lambda facts: facts.peak_memory_bytes)
-        steps = len(self.times[0].losses)
-        last = [loss for times in self.times for loss in times.losses[-max(1, steps // LAST_SHARE) :]]
-        sent = [count for times in self.times for count in times.sent_bytes]
+        steps = len(self.samples[0]["loss"])
+        last = [loss for one in self.samples for loss in one["loss"][-max(1, steps // LAST_SHARE) :]]
+        sent = [count for one in self.samples for count in one["sent"]]
         return TrainingRecord(
             peer=str(peer),
             model=task.name,
@@ -776,7 +756,7 @@ class _Ranks:
             first_loss=statistics.fmean(facts.loss for facts in self.facts) if task.learns else None,
             final_loss=statistics.fmean(last) if task.learns else None,
             accuracy=first.accuracy,
-            **{name: Timing.of([times.ns[name] for times in self.times]) for name in PHASES},
+            **{name: Timing.of([one[name] for one in self.samples]) for name in PHASES},
         )
 
 

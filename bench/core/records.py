@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -254,6 +254,24 @@ class Timing:
         p10, median, p90 = np.percentile(slowest_us, (10, 50, 90))
         ends = float(slowest_us.min()), float(slowest_us.mean())
         return cls(slowest_us.size, float(median), float(p10), float(p90), *ends)
+
+
+Samples = dict[str, list[Any]]
+"""What one rank measured in some calls, by name; a value for each call."""
+
+
+def add_samples(kept: Sequence[Samples], new: Sequence[Samples], without: Collection[str] = ()) -> None:
+    """Adds what each rank has measured to what is kept of it.
+
+    Args:
+        kept: by rank.
+        new: by rank.
+        without: names of what is not kept.
+    """
+    for mine, more in zip(kept, new, strict=True):
+        for name, values in more.items():
+            if name not in without:
+                mine.setdefault(name, []).extend(values)
 
 
 @dataclass(frozen=True, slots=True)

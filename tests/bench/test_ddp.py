@@ -195,7 +195,7 @@ def test_peers_that_disagree_are_told():
     teams = []
     for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
         team = ddp._Ranks(Peer.parse(name), Processes(norm))
-        team.times = [ddp.Times({phase: [5] for phase in ddp.PHASES}, [1.0])] * 2
+        team.samples = [{phase: [5] for phase in ddp.PHASES} | {"loss": [1.0], "sent": []}] * 2
         teams.append(team)
     agree = [record.agrees for record in ddp.records_of(teams, TASKS["small"], 1)]
     assert agree == [True, True, False]
