@@ -45,14 +45,6 @@ ranks where it has no input or no output. The call blocks until its result is th
 """
 
 
-_FUNCTIONS = {
-    "all_gather": ("all_gather_into_tensor",),
-    "reduce_scatter": ("reduce_scatter_tensor",),
-    "all_to_all": ("all_to_all_single",),
-    "sendrecv": ("send", "recv"),
-}
-"""Names of the capabilities behind an operation, where they differ from its own."""
-
 CLEAR = "clear"
 """What stands in place of an algorithm for ``host`` without encryption."""
 
@@ -128,7 +120,7 @@ def why_not(
                 return None
             return "takes SUM and AVG of floats of 16 bits and more"
         return algorithms.why_not(group, dtype, op, device)
-    for name in _FUNCTIONS.get(operation.name, (operation.name,)):
+    for name in operation.functions:
         reason = group.capabilities.why_not(
             name,
             device=None if operation.name == "barrier" else device,
