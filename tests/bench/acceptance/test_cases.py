@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +16,11 @@ REPLAYED = {"found": [16.0], "wanted": [16.0]}
 KILLED = RankEnd(-signal.SIGKILL, None, 0.0, "")
 
 
-def ended(status: int | None = 0, exit_seconds: float = 0.5, output: str = "", **values: Any) -> RankEnd:
+def ended(status=0, exit_seconds=0.5, output="", **values):
     return RankEnd(status, values, exit_seconds, output)
 
 
-def test_what_is_right() -> None:
+def test_what_is_right():
     figures = CASES["killed"].judge([ended(**LOST), KILLED])
     assert figures == {"error": "PeerLostError", "seconds_to_error": 0.1, "exit_status": -9}
     assert CASES["live_loss"].judge([ended(), ended(exit_seconds=2.5)]) == {"seconds_to_exit": 2.5}
@@ -57,12 +54,12 @@ def test_what_is_right() -> None:
         ),
     ],
 )
-def test_what_is_wrong(case: str, ends: Sequence[RankEnd], said: str) -> None:
+def test_what_is_wrong(case, ends, said):
     with pytest.raises(CheckFailedError, match=f"(?s){said}"):
         CASES[case].judge(ends)
 
 
-def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_answers_and_ends(monkeypatch, tmp_path):
     """Ranks that answer, that fail, and that never end; the last answer of a rank counts."""
     script = tmp_path / "rank.py"
     script.write_text(
@@ -79,7 +76,7 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     )
     started = cases.subprocess.Popen
 
-    def start(command: Sequence[str], **options: Any) -> Any:
+    def start(command, **options):
         return started([sys.executable, str(script), *command[3:]], **options)
 
     monkeypatch.setattr(cases.subprocess, "Popen", start)
@@ -90,7 +87,7 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert [end.output for end in ends[:2]] == ["here is 0 now\n", "here is 1 now\n"]
 
 
-def test_the_last_answer_counts(tmp_path: Path) -> None:
+def test_the_last_answer_counts(tmp_path):
     for value in (1, 2):
         write_answer(str(tmp_path), 0, {"x": value})
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
@@ -101,13 +98,13 @@ IN_ORDER = {"found": [6.0, 6.0], "wanted": [6.0, 6.0], "seconds_of_the_host": 0.
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.section == "streams"])
-def test_values_in_the_order_of_streams(case: str) -> None:
+def test_values_in_the_order_of_streams(case):
     assert CASES[case].judge([ended(**IN_ORDER), ended(**IN_ORDER)])["ranks"] == 2
     with pytest.raises(CheckFailedError, match=r"rank 1 has \[6.0, 2.0\] instead of \[6.0, 6.0\]"):
         CASES[case].judge([ended(**IN_ORDER), ended(**{**IN_ORDER, "found": [6.0, 2.0]})])
 
 
-def test_a_host_that_waits() -> None:
+def test_a_host_that_waits():
     late = ended(**{**IN_ORDER, "seconds_of_the_host": 1.2})
     with pytest.raises(CheckFailedError, match=r"the host waited: 1\.20 s"):
         CASES["late_producer"].judge([ended(**IN_ORDER), late])
