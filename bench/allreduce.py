@@ -66,6 +66,7 @@ from collectives.bench.core.records import (
     Table,
     Timing,
     add_samples,
+    check_known,
     curve_of,
     format_bytes,
     grouped,
@@ -208,9 +209,7 @@ class Options(PlacementOptions):
                 raise ValueError(f"{name} names an MPI without a folder; say where it is (--mpi)")
         if max(self.threads, default=1) > MOST:
             raise ValueError(f"a rank has at most {MOST} threads, not {max(self.threads)}")
-        for name in self.operations:
-            if name not in OPERATIONS:
-                raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
+        check_known("operation", self.operations, OPERATIONS)
         for size in self.sizes:
             if size % self.item_bytes:
                 raise ValueError(
@@ -350,7 +349,6 @@ class Record:
 class Report(BaseReport[Record]):
     """All that a comparison of peers found out."""
 
-    __slots__ = ()
     SCHEMA = 2
 
     def record_as_json(self, record: Record) -> dict[str, Any]:

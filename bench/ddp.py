@@ -81,6 +81,7 @@ from collectives.bench.core.records import (
     Table,
     Timing,
     add_samples,
+    check_known,
     curve_of,
     grouped,
     number_of_ranks,
@@ -331,7 +332,6 @@ class TrainingRecord:
 class TrainingReport(BaseReport[TrainingRecord]):
     """All that the program found out."""
 
-    __slots__ = ()
     SCHEMA = 2
 
     def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
@@ -688,9 +688,7 @@ class Options(PlacementOptions):
                 raise ValueError(
                     f"{peer} is started by mpirun, which knows nothing of machines in namespaces"
                 )
-        for name in self.models or ():
-            if name not in TASKS:
-                raise ValueError(f"unknown model {name!r}; known are {', '.join(TASKS)}")
+        check_known("model", self.models or (), TASKS)
 
     def chosen_peers(self) -> list[Peer]:
         """Returns the peers, with their hooks."""

@@ -34,7 +34,7 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.devices import describe_machine
 from collectives.bench.core.ranks import LOCALHOST, TIMEOUT
-from collectives.bench.core.records import BaseReport, Chart, Curve, Table, grouped
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, check_known, grouped
 from collectives.ranks.processes import SpawnedRanks
 from collectives.secret import provided
 from collectives.store import TCPStore
@@ -82,13 +82,8 @@ class Options:
     seconds: float = option(0.2, "--seconds", type=float, metavar="S")
 
     def __post_init__(self) -> None:
-        for what, names, known in (
-            ("operation", self.operations, tuple(OPERATIONS)),
-            ("place of a server", self.servers, SERVERS),
-        ):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+        check_known("operation", self.operations, OPERATIONS)
+        check_known("place of a server", self.servers, SERVERS)
         if not 0 < self.seconds < 3600:
             raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
 

@@ -177,6 +177,11 @@ class Context:
         """Returns a tensor of equal values on the device."""
         return torch.full((count,), value, device=self.platform.kind)
 
+    def strike(self, number: signal.Signals) -> None:
+        """Sends the last rank a signal."""
+        if self.last:
+            os.kill(os.getpid(), number)
+
     def meet(self, name: str) -> None:
         """Waits for all ranks without communication; each name is used once."""
         self.store.set(f"{name}/{self.rank}", "here")
@@ -603,16 +608,14 @@ def _reduce(context: Context, group: Any) -> None:
 @case("failures", "SIGKILL", _lost_judge)
 def _killed(context: Context) -> None:
     group = context.connected()
-    if context.last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    context.strike(signal.SIGKILL)
     _reduce(context, group)
 
 
 @case("failures", "SIGSTOP", _survivors("CollectiveTimeoutError", status=None), leaves=True)
 def _stopped(context: Context) -> None:
     group = context.connected(_SHORT_S)
-    if context.last:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    context.strike(signal.SIGSTOP)
     _reduce(context, group)
 
 
@@ -644,9 +647,14 @@ def _uncaught(context: Context) -> None:
     _reduce(context, group)
 
 
-def _wrapped(context: Context, group: Any) -> Any:
+def _trained(context: Context, group: ProcessGroup) -> tuple[DistributedDataParallel, torch.Tensor]:
+    """Returns a model after one pass, and the inputs."""
     torch.manual_seed(7)
-    return DistributedDataParallel(torch.nn.Linear(4, 2).to(context.platform.kind), process_group=group)
+    kind = context.platform.kind
+    module = DistributedDataParallel(torch.nn.Linear(4, 2).to(kind), process_group=group)
+    inputs = torch.ones(3, 4).to(kind)
+    module(inputs).sum().backward()
+    return module, inputs
 
 
 @case("failures", "exit with a live CUDA graph", _graph_judge)
@@ -683,8 +691,7 @@ def _replay_without_the_last(context: Context, group: Any, happens: signal.Signa
     tensor = context.ones(3)
     graph = _graph_of(context, group, lambda: group.allreduce(tensor).wait())
     context.meet("captured")
-    if context.last:
-        os.kill(os.getpid(), happens)
+    context.strike(happens)
 
     def goes_on() -> None:
         graph.replay()
@@ -698,9 +705,7 @@ def _replay_without_the_last(context: Context, group: Any, happens: signal.Signa
 
 @case("failures", "exit with a loss of which nobody calls backward()", _exit_judge)
 def _live_loss(context: Context) -> None:
-    module = _wrapped(context, context.connected())
-    inputs = torch.ones(3, 4).to(context.platform.kind)
-    module(inputs).sum().backward()
+    module, inputs = _trained(context, context.connected())
     context.kept += [context, module, module(inputs).sum()]
     context.answer()
 
@@ -708,12 +713,9 @@ def _live_loss(context: Context) -> None:
 @case("failures", "a forward that follows a loss in backward()", _lost_judge)
 def _loss_in_training(context: Context) -> None:
     group = context.connected()
-    module = _wrapped(context, group)
-    inputs = torch.ones(3, 4).to(context.platform.kind)
-    module(inputs).sum().backward()
+    module, inputs = _trained(context, group)
     loss = module(inputs).sum()
-    if context.last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    context.strike(signal.SIGKILL)
 
     def goes_on() -> None:
         loss.backward()
@@ -728,13 +730,10 @@ def _loss_in_training(context: Context) -> None:
 @case("failures", "a loss in the last backward()", _logged_judge)
 def _loss_in_the_last_pass(context: Context) -> None:
     group = context.connected()
-    module = _wrapped(context, group)
+    module, inputs = _trained(context, group)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    inputs = torch.ones(3, 4).to(context.platform.kind)
-    module(inputs).sum().backward()
     loss = module(inputs).sum()
-    if context.last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    context.strike(signal.SIGKILL)
     loss.backward()
     optimizer.step()
     context.answer_error_of(group.shutdown)

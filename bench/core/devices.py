@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from collectives.backends.nccl.device import why_no_cuda
+from collectives.bench.core.records import check_known
 from collectives.ranks.cuda_devices import shared_gpu_environment, take_cuda_device
 from collectives.registry.backends import BackendSpec
 
@@ -267,8 +268,7 @@ def check_device(kind: str) -> None:
     Raises:
         ValueError: there is no such kind, or none here.
     """
-    if kind not in DEVICES:
-        raise ValueError(f"unknown device {kind!r}; known are {', '.join(DEVICES)}")
+    check_known("device", [kind], DEVICES)
     reason = DEVICES[kind].why_unavailable()
     if reason is not None:
         raise ValueError(f"tensors on {kind} cannot be measured here: {reason}")

@@ -44,6 +44,22 @@ def report_lines(report: BaseReport[Any]) -> Iterator[str]:
         yield from ["", *lines] if lines else []
 
 
+def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Checks names that a user gives.
+
+    Args:
+        what: they are of, in a word or two.
+        names: those of the user.
+        known: all that there are; a mapping or a tuple.
+
+    Raises:
+        ValueError: one is not known.
+    """
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+
+
 def or_dash(value: float | None, form: str) -> str:
     """Returns a number by a format, a dash where there is none."""
     return "-" if value is None else format(value, form)

@@ -62,6 +62,7 @@ from collectives.bench.core.namespaces import NamespacesUnavailableError
 from collectives.bench.core.ranks import TIMEOUT, Placement, new_group, why_no_group
 from collectives.bench.core.records import (
     Skipped,
+    check_known,
     header_lines,
     lines_of,
     number_of_ranks,
@@ -192,22 +193,15 @@ Team = RankProcesses | LaunchedTeam
 """Ranks that measure cells: each is asked with a cell and a budget, and answers as :func:`_carry_out`."""
 
 
-def launched_ranks() -> int | None:
-    """Returns how many ranks a launcher started, this process among them; ``None`` without one."""
+def launched_as() -> tuple[int, int] | None:
+    """Returns this process's rank among those that a launcher started, and their number; ``None`` without."""
     if all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return int(os.environ["WORLD_SIZE"])
-    steps = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if steps.isdecimal() and int(steps) > 1 and os.environ.get("SLURM_PROCID", "").isdecimal():
-        return int(steps)
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, steps = (os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "STEP_NUM_TASKS"))
+    if rank.isdecimal() and steps.isdecimal() and int(steps) > 1:
+        return int(rank), int(steps)
     job = mpi_job.current()
-    return None if job is None else job.size
-
-
-def is_first() -> bool:
-    """Returns whether this process is a launcher's first one, which alone writes files and prints."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    job = mpi_job.current()
-    return rank in {None, "0"} and (job is None or job.rank == 0)
+    return None if job is None else (job.rank, job.size)
 
 
 def _read_srun() -> None:
@@ -334,14 +328,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     names = [*FIGURES] if arguments.figure == "all" else [arguments.figure]
     _check_packages(names, arguments)
-    launched = launched_ranks()
-    if launched is None or is_first():
+    rank, size = launched_as() or (0, None)
+    if rank == 0:
         _check_outputs(names, arguments)
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         if names == [REPORT]:
-            return _report(arguments) if launched is None or is_first() else 0
-        options, skipped = _options(arguments, names, launched)
-        if launched is None:
+            return _report(arguments) if rank == 0 else 0
+        options, skipped = _options(arguments, names, size)
+        if size is None:
             return _run_figures(names, options, skipped, arguments, None)
         with LaunchedTeam(options.device) as team:
             if team.leads:
@@ -450,8 +444,7 @@ def _why_no_backend(name: str, options: Options, launched: int | None) -> tuple[
 
 
 def _why_no_model(name: str) -> tuple[str | None, str]:
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
+    check_known("model", [name], MODELS)
     package = MODELS[name].package
     return why_unavailable(package), f"{EXTRA}, or {install_command(package)}"
 

@@ -482,8 +482,6 @@ SAME = ("cpu", "cores_usable", "torch", "collectives", "gpus")
 class Report(BaseReport[Measured]):
     """A figure: all its cells that are done, and what the command line asked for as its options."""
 
-    __slots__ = ()
-
     def tables(self) -> Sequence[Table]:
         """Returns the tables of the cells."""
         return list(figure_tables(self.records))
