@@ -641,7 +641,13 @@ class Worker:
         self, operation: Operation, batch: Batch, given: torch.Tensor, result: torch.Tensor
     ) -> Callable[[], object]:
         if operation.in_place and given is not result:  # out of place: the copy is part of the call
-            return partial(_copy_and_call, self._peers[batch.peer](operation, result, result), given, result)
+            call = self._peers[batch.peer](operation, result, result)
+
+            def copy_and_call() -> None:
+                result.copy_(given)
+                call()
+
+            return copy_and_call
         return self._peers[batch.peer](operation, given, result)
 
     def _pair(
@@ -668,11 +674,6 @@ class Worker:
             for i in range(number)
         ]
         return [buffers[i : i + each] for i in range(0, number, each)]
-
-
-def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torch.Tensor) -> None:
-    result.copy_(given)
-    call()
 
 
 def run_worker(rank: int, connection: Connection, placement: Placement, options: Options) -> None:
