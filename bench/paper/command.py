@@ -484,11 +484,7 @@ def _with_size(cell: Iterations, optima: dict[str, float]) -> Iterations:
 
 
 def _run_figure(
-    name: str,
-    options: Options,
-    skipped: list[Skipped],
-    folder: Path | None,
-    team: Team | None,
+    name: str, options: Options, skipped: list[Skipped], folder: Path | None, team: Team | None
 ) -> Report:
     """Measures what is missing of a figure and prints it; called by the leader.
 
@@ -515,12 +511,7 @@ def _run_figure(
 
 
 def _measure(
-    name: str,
-    cells: Sequence[Cell],
-    report: Report,
-    options: Options,
-    team: Team | None,
-    file: Path | None,
+    name: str, cells: Sequence[Cell], report: Report, options: Options, team: Team | None, file: Path | None
 ) -> None:
     """Measures the cells that are not in the report yet, and keeps each as soon as it is there."""
     kept = [record.cell for record in report.records]
