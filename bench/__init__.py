@@ -1,8 +1,8 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``demo`` and ``doctor``.
 
-Inside: the programs; what training is measured with (models); in folders what all share (core) and what one
-question needs, with its program where it needs no other (acceptance, comparison, paper). Not here: processes
-of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
+Inside: the programs; what calls move (operations) and whose they are (peers); what training is measured with
+(models); in folders what all share (core), and the programs of several modules (acceptance, paper). Not here:
+processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations

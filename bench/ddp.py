@@ -39,7 +39,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -50,23 +50,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
 import collectives
-from collectives.bench.comparison.operations import OPERATIONS as MEASURED
-from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.comparison.peers import why_no_torch
 from collectives.bench.core.arguments import (
+    Progress,
     add_files,
     add_options,
     at_least,
-    conclude,
-    failing_as_command,
     option,
-    options_from,
     parse_names,
     positive,
-    show_progress,
+    run_measurement,
+    silent,
 )
 from collectives.bench.core.devices import DEVICES, Device
-from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
+from collectives.bench.core.namespaces import Machines
 from collectives.bench.core.ranks import (
     Placement,
     PlacementOptions,
@@ -80,14 +76,18 @@ from collectives.bench.core.ranks import (
 from collectives.bench.core.records import (
     BaseReport,
     Chart,
+    Samples,
     Skipped,
     Table,
     Timing,
+    add_samples,
+    check_known,
     curve_of,
     grouped,
+    number_of_ranks,
+    or_dash,
     usable,
 )
-from collectives.bench.core.text import number_of_ranks, or_dash
 from collectives.bench.models import (
     LEARNING_STEPS,
     TASKS,
@@ -97,6 +97,9 @@ from collectives.bench.models import (
     install_command,
     why_unavailable,
 )
+from collectives.bench.operations import OPERATIONS as MEASURED
+from collectives.bench.operations import bus_factor
+from collectives.bench.peers import why_no_torch
 from collectives.cli.mpi_job import usual_ranks
 from collectives.core.operations import OPERATIONS
 from collectives.core.process_group import ProcessGroup
@@ -111,7 +114,7 @@ from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceSta
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 from collectives.ddp.model_averaging import DiLoCoAverager
 from collectives.ddp.optim import PostLocalSGDOptimizer
-from collectives.ranks.processes import RankFailedError, RankProcesses, commands
+from collectives.ranks.processes import RankProcesses, commands
 
 NOOP: Final = "noop"
 """The hook that communicates nothing."""
@@ -329,7 +332,6 @@ class TrainingRecord:
 class TrainingReport(BaseReport[TrainingRecord]):
     """All that the program found out."""
 
-    __slots__ = ()
     SCHEMA = 2
 
     def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
@@ -456,25 +458,6 @@ _COLLECTIVE = {operation.name: operation.collective for operation in OPERATIONS}
 """The collective of each operation, of lists or of one tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a rank trains.
-
-    Attributes:
-        peer: the peer.
-        task: name of the model.
-        batch: samples of each rank in an iteration.
-        exact: first steps that a hook with a state averages exactly.
-        bucket_cap_mb: of the wrapper.
-    """
-
-    peer: Peer
-    task: str
-    batch: int
-    exact: int
-    bucket_cap_mb: float | None
-
-
 @dataclass(slots=True)
 class Facts:
     """A rank's first answer, after one iteration, and the last one, to the number zero.
@@ -503,45 +486,37 @@ class Facts:
 PHASES = ("iteration", "forward", "backward", "step")
 
 
-@dataclass(slots=True)
-class Times:
-    """A rank's answer to a number of iterations.
+def train(
+    rank: int,
+    connection: Connection,
+    placement: Placement,
+    peer: Peer,
+    name: str,
+    batch: int,
+    exact: int,
+    bucket_cap_mb: float | None,
+) -> None:
+    """Body of a rank: sends :class:`Facts`, then samples for every number of iterations it gets.
 
-    Attributes:
-        ns: nanoseconds of each, whole and by phase.
-        losses: of this rank in each.
-        sent_bytes: the least that a rank sends in each for what its group did, on the average of all ranks;
-            empty of a group that does not count it.
-    """
-
-    ns: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PHASES})
-    losses: list[float] = field(default_factory=list)
-    sent_bytes: list[float] = field(default_factory=list)
-
-    def extend(self, new: Times) -> None:
-        """Adds those of further iterations."""
-        for name in PHASES:
-            self.ns[name] += new.ns[name]
-        self.losses += new.losses
-        self.sent_bytes += new.sent_bytes
-
-
-def train(rank: int, connection: Connection, placement: Placement, given: Assignment) -> None:
-    """Body of a rank: sends :class:`Facts`, then :class:`Times` for every number of iterations it gets.
-
-    The number zero asks for :class:`Facts` again.
+    The number zero asks for :class:`Facts` again. Samples are the nanoseconds of each iteration, whole and by
+    phase, this rank's ``loss``, and the bytes ``sent``: the least that a rank sends for what its group did,
+    on the average of all ranks; none of a group that does not count it.
 
     Args:
         rank: the rank that this process is.
         connection: to the parent.
         placement: where it is.
-        given: what it trains.
+        peer: the peer.
+        name: of the model.
+        batch: samples of each rank in an iteration.
+        exact: first steps that a hook with a state averages exactly.
+        bucket_cap_mb: of the wrapper.
     """
     placement.take(rank)
-    task, size, peer = TASKS[given.task], placement.size, given.peer
+    task, size = TASKS[name], placement.size
     device = DEVICES[placement.device]
     torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
-    data = task.data(given.batch, rank, size, device.kind)
+    data = task.data(batch, rank, size, device.kind)
     start_bytes = device.held_bytes()
     model = task.build().to(device.kind)
     optimizer = task.optimizer(model.parameters())
@@ -552,13 +527,13 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
     elif peer.kind == "torch":
         placement.initialize_torch(rank, peer.backend)
     barrier = SpinBarrier(placement.memory, rank, size)
-    parallel = peer.wrap(model, group, given.exact, given.bucket_cap_mb)
+    parallel = peer.wrap(model, group, exact, bucket_cap_mb)
     averager = peer.averager(model, group)
     if averager is not None:
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
     start = device.starting(barrier)
 
-    def iterate(times: Times) -> None:
+    def iterate(samples: Samples) -> None:
         compute = next(data.losses)
         before = _least_sent(group) if group is not None else 0.0
         start()
@@ -571,21 +546,21 @@ def train(rank: int, connection: Connection, placement: Placement, given: Assign
         optimizer.step()
         marks.append(device.mark())
         for name, first, last in zip(PHASES, (0, 0, 1, 2), (3, 1, 2, 3), strict=True):
-            times.ns[name].append(device.between_ns(marks[first], marks[last]))
-        times.losses.append(loss.item())
+            samples[name].append(device.between_ns(marks[first], marks[last]))
+        samples["loss"].append(loss.item())
         if group is not None:
-            times.sent_bytes.append(_least_sent(group) - before)
+            samples["sent"].append(_least_sent(group) - before)
 
-    def run(iterations: int) -> Times:
-        times = Times()
+    def run(iterations: int) -> Samples:
+        samples: Samples = {name: [] for name in (*PHASES, "loss", "sent")}
         gc.collect()
         with without_collection():
             for _ in range(iterations):
-                iterate(times)
-        return times
+                iterate(samples)
+        return samples
 
     torch.manual_seed(200 + rank)  # the same dropout for all peers
-    facts = _first_facts(model, start_bytes, run(1).losses[0])
+    facts = _first_facts(model, start_bytes, run(1)["loss"][0])
     connection.send(facts)
     for iterations in commands(connection):
         if iterations:
@@ -613,9 +588,8 @@ def _last_facts(
     if averager is not None:
         averager.finish()
     accuracy = None if data.accuracy is None else data.accuracy(model)
-    return replace(
-        facts, accuracy=accuracy, checksum=checksum(model), peak_memory_bytes=device.most_held_bytes()
-    )
+    most = device.most_held_bytes()
+    return replace(facts, accuracy=accuracy, checksum=checksum(model), peak_memory_bytes=most)
 
 
 def _least_sent(group: ProcessGroup) -> float:
@@ -671,8 +645,6 @@ BASE_BYTES = 400 << 20
 TOLERANCE = 1e-3
 """Largest relative difference of the gradients' norms between peers that communicate the same."""
 
-Progress = Callable[[str], object]
-
 
 @dataclass(frozen=True, slots=True)
 class Options(PlacementOptions):
@@ -716,9 +688,7 @@ class Options(PlacementOptions):
                 raise ValueError(
                     f"{peer} is started by mpirun, which knows nothing of machines in namespaces"
                 )
-        for name in self.models or ():
-            if name not in TASKS:
-                raise ValueError(f"unknown model {name!r}; known are {', '.join(TASKS)}")
+        check_known("model", self.models or (), TASKS)
 
     def chosen_peers(self) -> list[Peer]:
         """Returns the peers, with their hooks."""
@@ -744,18 +714,17 @@ class _Ranks:
         self.peer = peer
         self.processes = processes
         self.facts: list[Facts] = processes.gather()
-        self.times = [Times() for _ in range(processes.size)]
+        self.samples: list[Samples] = [{} for _ in range(processes.size)]
         self.link_bytes = 0
         self._machines = machines
 
     def run(self, iterations: int, *, timed: bool = True) -> None:
         """Has the ranks run so many iterations and takes their times where ``timed``."""
         before = self._machines.sent_bytes(0) if self._machines else 0
-        answers: list[Times] = self.processes.ask(iterations)
+        answers: list[Samples] = self.processes.ask(iterations)
         if timed:
             self.link_bytes += self._machines.sent_bytes(0) - before if self._machines else 0
-            for mine, new in zip(self.times, answers, strict=True):
-                mine.extend(new)
+            add_samples(self.samples, answers)
 
     def record(self, task: Model, batch: int, norms: Mapping[str, float]) -> TrainingRecord:
         """Returns what was found; the norms are those that peers must agree with, by hook."""
@@ -763,9 +732,9 @@ class _Ranks:
         identical = len({facts.checksum for facts in self.facts}) == 1
         near = abs(first.grad_norm - norms[peer.hook]) <= TOLERANCE * norms[peer.hook]
         fattest = max(self.facts, key=lambda facts: facts.peak_memory_bytes)
-        steps = len(self.times[0].losses)
-        last = [loss for times in self.times for loss in times.losses[-max(1, steps // LAST_SHARE) :]]
-        sent = [count for times in self.times for count in times.sent_bytes]
+        steps = len(self.samples[0]["loss"])
+        last = [loss for one in self.samples for loss in one["loss"][-max(1, steps // LAST_SHARE) :]]
+        sent = [count for one in self.samples for count in one["sent"]]
         return TrainingRecord(
             peer=str(peer),
             model=task.name,
@@ -785,11 +754,11 @@ class _Ranks:
             first_loss=statistics.fmean(facts.loss for facts in self.facts) if task.learns else None,
             final_loss=statistics.fmean(last) if task.learns else None,
             accuracy=first.accuracy,
-            **{name: Timing.of([times.ns[name] for times in self.times]) for name in PHASES},
+            **{name: Timing.of([one[name] for one in self.samples]) for name in PHASES},
         )
 
 
-def measure(options: Options, progress: Progress | None = None) -> TrainingReport:
+def measure(options: Options, progress: Progress = silent) -> TrainingReport:
     """Runs the measurement and returns its report; what cannot run here is in it as skipped.
 
     Args:
@@ -839,23 +808,18 @@ def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
 
 
 def _measure_model(
-    task: Model,
-    peers: Sequence[Peer],
-    options: Options,
-    machines: Machines | None,
-    progress: Progress | None,
+    task: Model, peers: Sequence[Peer], options: Options, machines: Machines | None, say: Progress
 ) -> list[TrainingRecord]:
     """Measures all peers with one model; each round begins with another peer."""
-    say = progress or (lambda _: None)
     batch = options.batch or task.batch
     warmup = options.warmup or (LEARNING_WARMUP if task.learns else WARMUP)
     teams: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
             say(f"{task.name}: starting {peer}")
-            given = Assignment(peer, task.name, batch, max(2, warmup - 2), options.bucket_cap_mb)
+            given = (peer, task.name, batch, max(2, warmup - 2), options.bucket_cap_mb)
             needed = ["mpi"] if peer.needs_mpi else []
-            processes = options.start(train, options.ranks, given, backends=needed, machines=machines)
+            processes = options.start(train, options.ranks, *given, backends=needed, machines=machines)
             teams.append(_Ranks(peer, stack.enter_context(processes), machines))
             _check_memory(task, teams, len(peers), DEVICES[options.device])
         begin = time.monotonic()
@@ -914,7 +878,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    options = options_from(Options, arguments)
-    with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
-        report = measure(options, show_progress)
-    return conclude(report, lambda record: record.agrees, arguments)
+    return run_measurement(Options, measure, lambda record: record.agrees, arguments)

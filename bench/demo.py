@@ -12,8 +12,8 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,20 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.allreduce import measure
-from collectives.bench.comparison.options import SIZES, Options
+from collectives.bench.allreduce import SIZES, Options, measure
 from collectives.bench.core.arguments import (
+    add_options,
     at_least,
     failing_as_command,
+    option,
     parse_sizes_argument,
     show_progress,
 )
-from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.devices import usable_cores
 from collectives.bench.core.page import write_page
 from collectives.bench.core.ranks import Placement, PlacementOptions
-from collectives.bench.core.records import write_json
-from collectives.bench.core.text import header_lines, report_lines
+from collectives.bench.core.records import header_lines, report_lines, write_json
 from collectives.bench.models import (
-    Recipe,
     accuracy,
     batches,
     build_model,
@@ -99,32 +98,26 @@ class Outcome:
     train_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the demo does.
+
+    Attributes:
+        ranks: number of ranks.
+        steps: optimizer steps.
+        sizes: sizes of the all-reduce.
+        out: where to leave the JSON file and the page.
+    """
+
+    ranks: int = option(2, "--nproc", type=at_least(1), default=usual_ranks, metavar="N")
+    steps: int = option(300, "--steps", type=at_least(1), metavar="N")
+    sizes: tuple[int, ...] = option(SIZES, "--sizes", type=parse_sizes_argument, metavar="SIZES")
+    out: Path = option(".", "--out", type=output_folder, metavar="DIR")  # noqa: RUF009 - a field
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to a parser."""
-    parser.add_argument(
-        "--nproc",
-        type=at_least(1),
-        default=usual_ranks(),
-        metavar="N",
-        help="number of ranks (default: 2, or what mpirun started)",
-    )
-    parser.add_argument(
-        "--steps", type=at_least(1), default=300, metavar="N", help="optimizer steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sizes",
-        type=parse_sizes_argument,
-        default=SIZES,
-        metavar="SIZES",
-        help="sizes of the all-reduce (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=output_folder,
-        default=Path(),
-        metavar="DIR",
-        help="where to leave the JSON file and the page (default: here)",
-    )
+    add_options(parser, DemoOptions, ranks="2, or what mpirun started", out="here")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -136,9 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_packages()
     begin = time.monotonic()
     with failing_as_command(ValueError):
-        options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
+        options = Options(ranks=(arguments.ranks,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
     with failing_as_command(RankFailedError):
-        outcome = train_in_parallel(arguments.nproc, arguments.steps)
+        outcome = train_in_parallel(arguments.ranks, arguments.steps)
         print(
             f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
             f"{outcome.lanes} host groups in turn, {outcome.train_s:.1f} s."
@@ -168,16 +161,16 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     Raises:
         RankFailedError: a rank failed.
     """
-    recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
+    batch = max(8, GLOBAL_BATCH // ranks)
     compared = min(steps, COMPARED_STEPS)
     print(f"Training on {ranks} ranks ...", flush=True)
     # Ranks of the benches have this process's stderr, and so a terminal to show how far they are.
-    with PlacementOptions().start(_train_rank, ranks, recipe, compared) as processes:
+    with PlacementOptions().start(_train_rank, ranks, steps, batch, compared) as processes:
         results = processes.gather()
     show_progress("")
     first = results[0]
     torch.set_num_threads(usable_cores())
-    difference = np.abs(first["compared"] - train_alone(ranks, recipe, compared).numpy()).max()
+    difference = np.abs(first["compared"] - train_alone(ranks, batch, compared).numpy()).max()
     digits = load_digits()
     return Outcome(
         ranks=ranks,
@@ -194,7 +187,7 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
 
 
 def _train_rank(
-    rank: int, connection: Connection, placement: Placement, recipe: Recipe, compared: int
+    rank: int, connection: Connection, placement: Placement, steps: int, batch: int, compared: int
 ) -> None:
     """Trains on one rank, and sends what is compared."""
     placement.take(rank)
@@ -210,12 +203,11 @@ def _train_rank(
         if step == compared:
             result["compared"] = flat_parameters(model).numpy()
         if rank == 0:
-            show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
+            show_progress(f"training: step {step} of {steps}, loss={loss:.3f}")
 
     begin = time.monotonic()
-    train_digits(
-        parallel, digits.train, recipe, batches(digits.train, recipe, rank, placement.size), after_step
-    )
+    shares = islice(batches(digits.train, batch, rank, placement.size), steps)
+    train_digits(parallel, digits.train, shares, after_step)
     result["train_s"] = time.monotonic() - begin
     result["final"] = flat_parameters(model).numpy()
     result["accuracy"] = accuracy(model, digits.test)
@@ -224,16 +216,13 @@ def _train_rank(
     connection.send(result)
 
 
-def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
+def train_alone(ranks: int, batch: int, steps: int) -> torch.Tensor:
     """Returns the parameters after training the ranks' shares of each step together in this process."""
     data = load_digits().train
     model = build_model(seed=0)  # as on rank 0, whose parameters all ranks begin with
-    shares = [batches(data, recipe, rank, ranks) for rank in range(ranks)]
-    together: Iterator[list[int]] = (
-        [place for share in step for place in share]
-        for step, _ in zip(zip(*shares, strict=True), range(steps), strict=False)
-    )
-    train_digits(model, data, recipe, together)
+    shares = [batches(data, batch, rank, ranks) for rank in range(ranks)]
+    together = ([*chain(*step)] for step in islice(zip(*shares, strict=True), steps))
+    train_digits(model, data, together)
     return flat_parameters(model)
 
 

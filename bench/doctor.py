@@ -17,7 +17,7 @@ import torch
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.allreduce import Options, available_backends, measure
 from collectives.bench.core.arguments import at_least
-from collectives.bench.core.machine import describe_machine, usable_cores
+from collectives.bench.core.devices import describe_machine, usable_cores
 from collectives.bench.core.records import Skipped
 from collectives.errors import DistBackendError
 from collectives.ranks.cores import threads_of_a_rank

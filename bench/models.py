@@ -10,8 +10,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
@@ -225,23 +226,11 @@ MODELS: Final = _named(
 """Models that are only good for their times, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to train.
+DIGITS_BATCH = 32
+"""Images of each rank in a step where nobody names a number."""
 
-    Attributes:
-        steps: optimizer steps.
-        batch: images of each rank in a step.
-        lr: learning rate of SGD.
-        momentum: its momentum.
-        seed: of the order of the images.
-    """
-
-    steps: int
-    batch: int = 32
-    lr: float = 0.05
-    momentum: float = 0.9
-    seed: int = 20200828
+_SEED = 20200828
+"""Of the order of the images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,28 +278,28 @@ def build_model(seed: int) -> nn.Sequential:
     )
 
 
-def batches(data: TensorDataset, recipe: Recipe, rank: int, size: int) -> Iterator[list[int]]:
-    """Yields a rank's share of every step's batch as places in ``data``; shares of a step are equal."""
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, num_replicas=size, rank=rank, seed=recipe.seed
-    )
-    step = epoch = 0
-    while True:
+def batches(data: TensorDataset, batch: int, rank: int, size: int) -> Iterator[list[int]]:
+    """Yields a rank's share of every step, at most ``batch`` places in ``data``, and does not end.
+
+    Shares of a step are equal.
+    """
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=size, rank=rank, seed=_SEED)
+    for epoch in itertools.count():
         sampler.set_epoch(epoch)
         order = list(sampler)
-        for begin in range(0, len(order), recipe.batch):
-            if step == recipe.steps:
-                return
-            yield order[begin : begin + recipe.batch]
-            step += 1
-        epoch += 1
+        for begin in range(0, len(order), batch):
+            yield order[begin : begin + batch]
+
+
+def digits_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Returns the optimizer that networks learn digits with."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def train_digits(
     model: nn.Module,
     data: TensorDataset,
-    recipe: Recipe,
-    shares: Iterator[list[int]],
+    shares: Iterable[list[int]],
     after_step: Callable[[int, float], object] | None = None,
 ) -> None:
     """Trains a model, plain or wrapped for data parallelism: SGD on the mean cross entropy of each share.
@@ -318,12 +307,11 @@ def train_digits(
     Args:
         model: trained in place.
         data: the images.
-        recipe: rate and momentum.
         shares: places in ``data`` for each step.
         after_step: called with the number of steps done and the loss.
     """
     images, digits = data.tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum)
+    optimizer = digits_optimizer(model.parameters())
     model.train()
     for step, share in enumerate(shares, start=1):
         optimizer.zero_grad()
@@ -351,16 +339,13 @@ LEARNING_STEPS = 300
 """Steps after which the tasks that learn something have learned it."""
 
 
-_RECIPE = Recipe(LEARNING_STEPS)
-
-
 def _digits(batch: int, rank: int, size: int, device: str) -> Data:
     """A convolutional network reads handwritten digits; SGD with momentum."""
     data = load_digits(device)
     images, labels = data.train.tensors
 
     def losses() -> Iterator[Callable[[nn.Module], torch.Tensor]]:
-        for share in batches(data.train, Recipe(1 << 60, batch), rank, size):
+        for share in batches(data.train, batch, rank, size):
             x, y = images[share], labels[share]
             yield lambda parallel, x=x, y=y: nn.functional.cross_entropy(parallel(x), y)  # type: ignore[misc]
 
@@ -402,14 +387,7 @@ def _language(batch: int, rank: int, size: int, device: str) -> Data:  # noqa: A
 
 
 def _of_digits(build: Callable[[], nn.Module]) -> Model:
-    return Model(
-        _RECIPE.batch,
-        8,
-        build,
-        "scikit-learn",
-        learn=_digits,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RECIPE.lr, momentum=_RECIPE.momentum),
-    )
+    return Model(DIGITS_BATCH, 8, build, "scikit-learn", learn=_digits, optimizer=digits_optimizer)
 
 
 TASKS: Final = MODELS | _named(

@@ -23,20 +23,19 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from collectives.bench.core.arguments import (
+    Progress,
     add_files,
     add_options,
     at_least,
-    conclude,
-    failing_as_command,
     option,
-    options_from,
     parse_names,
-    show_progress,
+    run_measurement,
+    silent,
 )
-from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.devices import describe_machine
 from collectives.bench.core.ranks import LOCALHOST, TIMEOUT
-from collectives.bench.core.records import BaseReport, Chart, Curve, Table, grouped
-from collectives.ranks.processes import RankFailedError, SpawnedRanks
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, check_known, grouped
+from collectives.ranks.processes import SpawnedRanks
 from collectives.secret import provided
 from collectives.store import TCPStore
 
@@ -46,8 +45,6 @@ _KEYS = [f"key {i}" for i in range(16)]
 _VALUES = [f"value {i}".ljust(32) for i in range(16)]
 _FEW = 20
 """Calls that are made before the clock is looked at again."""
-
-Progress = Callable[[str], object]
 
 
 OPERATIONS: dict[str, Callable[[Any], object]] = {
@@ -85,13 +82,8 @@ class Options:
     seconds: float = option(0.2, "--seconds", type=float, metavar="S")
 
     def __post_init__(self) -> None:
-        for what, names, known in (
-            ("operation", self.operations, tuple(OPERATIONS)),
-            ("place of a server", self.servers, SERVERS),
-        ):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+        check_known("operation", self.operations, OPERATIONS)
+        check_known("place of a server", self.servers, SERVERS)
         if not 0 < self.seconds < 3600:
             raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
 
@@ -189,17 +181,16 @@ class _Counted:
         return held == _VALUES and self.store.add("sum", 0) == self.added
 
 
-def measure(options: Options, progress: Progress | None = None) -> StoreReport:
+def measure(options: Options, say: Progress = silent) -> StoreReport:
     """Runs the measurement and returns its report.
 
     Args:
         options: what is measured.
-        progress: called with a short line from time to time.
+        say: called with a short line from time to time.
 
     Raises:
         RankFailedError: the process of the servers failed.
     """
-    say = progress or (lambda _: None)
     report = StoreReport("store", describe_machine(), asdict(options))
     for server in options.servers:
         with provided(), ExitStack() as stack:
@@ -253,7 +244,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, or the servers' process failed.
     """
-    options = options_from(Options, arguments)
-    with failing_as_command(RankFailedError):
-        report = measure(options, show_progress)
-    return conclude(report, lambda record: record.right, arguments)
+    return run_measurement(Options, measure, lambda record: record.right, arguments)

@@ -69,7 +69,7 @@ class Platform:
     peer: ClassVar[str] = "nccl"
     """Backend of torch that the conformance stands beside."""
     compared: ClassVar[tuple[str, str]] = ("nccl", "torch:nccl")
-    """Names in :mod:`collectives.bench.comparison` of ours and of torch's, whose times are compared."""
+    """Names in :mod:`collectives.bench.allreduce` of ours and of torch's, whose times are compared."""
     trained: ClassVar[tuple[str, str]] = ("ours:nccl", "torch:nccl")
     """Names in :mod:`collectives.bench.ddp` of our wrapper and torch's, each over its NCCL."""
     times_tell: ClassVar[bool] = True

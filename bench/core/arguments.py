@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from collectives.bench.core.namespaces import NamespacesUnavailableError
 from collectives.bench.core.page import write_page
-from collectives.bench.core.records import BaseReport, write_json
-from collectives.bench.core.text import header_lines, parse_sizes, report_lines
+from collectives.bench.core.records import BaseReport, header_lines, parse_sizes, report_lines, write_json
 from collectives.cli import CommandError
 from collectives.cli.output_files import output_file
+from collectives.ranks.processes import RankFailedError
 
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes_argument(text: str) -> tuple[int, ...]:
-    """Returns the sizes of a command-line argument, as :func:`~collectives.bench.core.text.parse_sizes`."""
+    """Returns the sizes of a command-line argument, as :func:`.parse_sizes` reads them."""
     try:
         return tuple(parse_sizes(text))
     except ValueError as error:
@@ -180,17 +181,34 @@ def failing_as_command(*kinds: type[Exception]) -> Iterator[None]:
         show_progress("")
 
 
-def conclude(report: BaseReport[_R], right: Callable[[_R], bool], arguments: argparse.Namespace) -> int:
-    """Prints a report, and writes the files that the arguments name.
+Progress = Callable[[str], object]
+"""What is told with a short line from time to time how far a measurement is."""
+
+
+def run_measurement(
+    kind: type[_T],
+    measure: Callable[[_T, Progress], BaseReport[_R]],
+    right: Callable[[_R], bool],
+    arguments: argparse.Namespace,
+) -> int:
+    """Runs a program as its command line asks, prints its report, and writes the files that are named.
 
     Args:
-        report: what the program found out.
+        kind: class of its options.
+        measure: runs the measurement and returns its report.
         right: whether the results of a record are.
-        arguments: those of :func:`add_files`.
+        arguments: those of :func:`add_options` and :func:`add_files`.
 
     Returns:
         The command's status: 1 where a record is wrong, or where there is none.
+
+    Raises:
+        CommandError: the arguments do not fit together, memory is short, there can be no network namespaces
+            here, or a rank failed.
     """
+    options = options_from(kind, arguments)
+    with failing_as_command(RankFailedError, MemoryError, NamespacesUnavailableError):
+        report = measure(options, show_progress)
     print("\n".join([*header_lines(report), *report_lines(report)]))
     write_files(report, arguments)
     return 0 if report.records and all(map(right, report.records)) else 1
@@ -207,6 +225,10 @@ def write_html(report: BaseReport[Any], arguments: argparse.Namespace) -> None:
     """Writes a report to the page of :func:`add_page`."""
     if arguments.html is not None:
         write_page(arguments.html, report, shlex.join(["collectives", *sys.argv[1:]]))
+
+
+def silent(line: str) -> None:
+    """Tells nobody what is under way."""
 
 
 def show_progress(line: str) -> None:

@@ -9,7 +9,9 @@ what their calls cost the host, but not the bandwidth of the device.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import re
 import time
 from collections import Counter
@@ -17,12 +19,106 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench.core.machine import memory_available_bytes
+from collectives.bench.core.records import check_known
 from collectives.ranks.cuda_devices import shared_gpu_environment, take_cuda_device
 from collectives.registry.backends import BackendSpec
+
+
+def usable_cores() -> int:
+    """Returns the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cores_of_ranks(ranks: int) -> tuple[int, ...]:
+    """Returns a processor for each rank, of those that this process may run on.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > len(cores):
+        raise ValueError(f"{ranks} ranks cannot have a core each: {len(cores)} can be used; do not bind")
+    return tuple(cores[:ranks])
+
+
+def memory_available_bytes() -> int:
+    """Returns how much memory the kernel thinks can be had without swapping."""
+    available = _fields("/proc/meminfo").get("MemAvailable")
+    if available is not None:
+        return int(available.split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def mpi_version() -> str:
+    """Returns the versions of mpi4py and of the MPI that it uses, and where that is.
+
+    Such as ``"mpi4py 4.1.2, Open MPI 5.0.11, /opt/lib/libmpi.so.40"``, whatever wheel or system it is of.
+    """
+    import mpi4py
+    from mpi4py import MPI
+
+    said = " ".join(MPI.Get_library_version().split(",", maxsplit=1)[0].replace("\0", "").split())
+    mpich = re.match(r"MPICH Version: (\S+)", said)
+    library = f"MPICH {mpich[1]}" if mpich else re.sub(r" v(?=\d)", " ", said)[:60]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [line.split(maxsplit=5)[5] for line in maps if "/libmpi" in line]
+    file = next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), None)
+    return ", ".join(filter(None, [f"mpi4py {mpi4py.__version__}", library, file]))
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns machine, processor, memory, load and versions as plain values."""
+    return {
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores_usable": usable_cores(),
+        "cores_online": os.cpu_count(),
+        "cache_last_level_bytes": _last_level_cache_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average_1min": os.getloadavg()[0],
+        "tcp_congestion_control": " ".join(_lines(Path("/proc/sys/net/ipv4/tcp_congestion_control"))),
+        "python": platform.python_version(),
+        "collectives": importlib.metadata.version("torch-collectives"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    said = _fields("/proc/cpuinfo")
+    names = (said.get(name) for name in ("model name", "Model", "cpu model"))
+    return next(filter(None, names), platform.processor() or "unknown")
+
+
+def _last_level_cache_bytes() -> int | None:
+    """Returns the size of processor 0's largest cache as the kernel reports it."""
+    sizes = [
+        int(text[:-1]) * 1024
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        for text in _lines(file)
+        if text.endswith("K")
+    ]
+    return max(sizes, default=None)
+
+
+def _fields(file: str) -> dict[str, str]:
+    """Returns what a file of the kernel says by name, line by line."""
+    parts = (line.partition(":") for line in _lines(Path(file)))
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
 
 CONTEXT_BYTES = 1 << 30
 """GPU memory that a rank needs besides its tensors: the context of CUDA, and the buffers of two peers."""
@@ -70,9 +166,8 @@ class Device:
         """Returns the barrier that ranks leave with nothing under way on their devices."""
         return barrier
 
-    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call with the wait until the device is done with it and all that came before."""
-        return call
+    def finish(self) -> None:
+        """Waits until the device is done with all that it was given."""
 
     def mark(self) -> Any:
         """Returns a point in time: when the device has done what this thread has issued to it so far."""
@@ -136,14 +231,9 @@ class CudaDevice(Device):
 
         return start
 
-    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Returns the call before a wait for the device, which sees all streams."""
-
-        def complete() -> None:
-            call()
-            torch.cuda.synchronize()
-
-        return complete
+    def finish(self) -> None:
+        """Waits for the device, for all its streams."""
+        torch.cuda.synchronize()
 
     def mark(self) -> Any:
         """Returns an event behind what the current stream has been given."""
@@ -159,11 +249,7 @@ class CudaDevice(Device):
 
 def _status_bytes(field: str) -> int:
     """Returns what the kernel says of this process's memory: ``VmRSS`` for now, ``VmHWM`` for the peak."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/self/status has no line {field}")
+    return int(_fields("/proc/self/status")[field].split()[0]) * 1024
 
 
 def _driver_version() -> str:
@@ -182,8 +268,7 @@ def check_device(kind: str) -> None:
     Raises:
         ValueError: there is no such kind, or none here.
     """
-    if kind not in DEVICES:
-        raise ValueError(f"unknown device {kind!r}; known are {', '.join(DEVICES)}")
+    check_known("device", [kind], DEVICES)
     reason = DEVICES[kind].why_unavailable()
     if reason is not None:
         raise ValueError(f"tensors on {kind} cannot be measured here: {reason}")

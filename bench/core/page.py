@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Chart, Curve
-from collectives.bench.core.text import facts, network_of, skipped_facts
+from collectives.bench.core.records import BaseReport, Chart, Curve, facts, network_of, skipped_facts
 
 
 def write_page(path: Path, report: BaseReport[Any], command: str) -> None:

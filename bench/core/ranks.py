@@ -20,8 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 import collectives
 from collectives.bench.core.arguments import at_least, option, parse_names
-from collectives.bench.core.devices import DEVICES, check_device, why_not_on
-from collectives.bench.core.machine import cores_of_ranks, describe_machine
+from collectives.bench.core.devices import DEVICES, check_device, cores_of_ranks, describe_machine, why_not_on
 from collectives.bench.core.namespaces import INTERFACE, Machines, check_machines, enter
 from collectives.ranks.mpirun import Mpirun, start_ranks
 from collectives.ranks.processes import RankProcesses

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import collectives
-from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.devices import Device
 from collectives.bench.core.ranks import rounds_of, without_collection
-from collectives.bench.models import MODELS, Recipe, batches, load_digits, residual_reader
+from collectives.bench.models import MODELS, batches, load_digits, residual_reader
+from collectives.bench.peers import TORCH
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.model_averaging import average_parameters
 
@@ -54,23 +55,6 @@ class Classifier(nn.Module):
         return torch.as_tensor(self.head(pooled.flatten(1)))
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Random samples.
-
-    Attributes:
-        inputs: keyword arguments of a classifier's forward.
-        labels: the class of each sample.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor
-
-    def loss(self, model: nn.Module) -> torch.Tensor:
-        """Returns the mean cross entropy of a classifier, wrapped or not, on these samples."""
-        return nn.functional.cross_entropy(model(**self.inputs), self.labels)
-
-
 def build_classifier(name: str) -> nn.Module:
     """Returns a model of :data:`~collectives.bench.models.MODELS` as a classifier, untrained."""
     body = MODELS[name].build()
@@ -81,20 +65,23 @@ def build_classifier(name: str) -> nn.Module:
     return Classifier(body, sizes[-1] if sizes else config.hidden_size).train()
 
 
-def random_samples(name: str, batch: int, length: int, seed: int, device: str) -> Samples:
-    """Returns labelled random samples for a classifier.
+def random_loss(
+    name: str, batch: int, length: int, seed: int, device: str
+) -> Callable[[nn.Module], torch.Tensor]:
+    """Returns a function for the mean cross entropy of a classifier, wrapped or not, on random samples.
 
     Args:
         name: of the model.
         batch: number of samples.
         length: of each, as of :class:`~collectives.bench.models.Model`.
         seed: of the random numbers.
-        device: type of the device that they are moved to.
+        device: type of the device that the samples are moved to.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = MODELS[name].inputs(batch, length, generator)
-    labels = torch.randint(CLASSES, (batch,), generator=generator)
-    return Samples({key: value.to(device) for key, value in inputs.items()}, labels.to(device))
+    labels = torch.randint(CLASSES, (batch,), generator=generator).to(device)
+    given = {key: value.to(device) for key, value in inputs.items()}
+    return lambda model: nn.functional.cross_entropy(model(**given), labels)
 
 
 BUCKET_MB = 25.0
@@ -336,7 +323,7 @@ class ReadyGradients(Cell):
         """Returns the nanoseconds from the beginning of backward to each gradient, pass by pass."""
         torch.manual_seed(0)
         model = build_classifier(self.model).to(self.device)
-        samples = random_samples(self.model, self.batch, self.length, 100, self.device)
+        loss_of = random_loss(self.model, self.batch, self.length, 100, self.device)
         device = place.device
         ready: list[Any] = []
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -350,7 +337,7 @@ class ReadyGradients(Cell):
             ready.clear()
             model.zero_grad()
             gc.collect()
-            loss = samples.loss(model)
+            loss = loss_of(model)
             begin = place.start()
             loss.backward()  # type: ignore[no-untyped-call]
             passes.append([device.between_ns(begin, mark) for mark in ready])
@@ -491,13 +478,13 @@ class _Run:
             begin = self._place.start()
             self._seed += 1
             cell = self._cell
-            samples = random_samples(
+            loss_of = random_loss(
                 cell.model, cell.batch, cell.length, 1000 * self._seed + self._place.rank, cell.device
             )
             group = self._place.groups.get(self._series.group)
             wrapper = wrap(self._series.wrapper, self._model, group, self._series.bucket_mb)
             for i in range(iterations):
-                self._iterate(begin, wrapper, samples, optimizer, i)
+                self._iterate(begin, wrapper, loss_of, optimizer, i)
                 begin = self._place.start()
         for hook in hooks:
             hook.remove()
@@ -505,13 +492,13 @@ class _Run:
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._last = self._place.device.mark()
 
-    def _iterate(self, begin: Any, wrapper: Wrapper, samples: Any, optimizer: Any, number: int) -> None:
+    def _iterate(self, begin: Any, wrapper: Wrapper, loss_of: Any, optimizer: Any, number: int) -> None:
         device, interval = self._place.device, self._series.interval
         synchronises = (number + 1) % interval == 0
         if number % interval == 0:
             optimizer.zero_grad()
         with nullcontext() if synchronises else wrapper.no_sync():
-            loss = samples.loss(wrapper.module)
+            loss = loss_of(wrapper.module)
             forward = device.mark()
             loss.backward()
         if synchronises:
@@ -566,9 +553,9 @@ class Losses(Cell):
         model = residual_reader().to(self.device)
         parallel = DistributedDataParallel(model, process_group=place.groups[self.backend])
         optimizer = torch.optim.SGD(model.parameters(), lr=self.lr)
-        recipe = Recipe(self.iterations, batch=self.batch)
+        shares = islice(batches(data, self.batch, place.rank, self.ranks), self.iterations)
         losses: list[float] = []
-        for number, share in enumerate(batches(data, recipe, place.rank, self.ranks), start=1):
+        for number, share in enumerate(shares, start=1):
             synchronises = number % self.interval == 0
             with nullcontext() if synchronises else parallel.no_sync():
                 scores = parallel(images[share].to(self.device))

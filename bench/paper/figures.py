@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bench.comparison.peers import TORCH
 from collectives.bench.core.arguments import at_least, option, parse_counts, parse_names, positive
 from collectives.bench.core.ranks import PlacementOptions
-from collectives.bench.core.records import BaseReport, Chart, Curve, Table, Timing, curve_of
-from collectives.bench.core.text import network_of
+from collectives.bench.core.records import BaseReport, Chart, Curve, Table, Timing, curve_of, network_of
 from collectives.bench.models import MODELS
 from collectives.bench.paper.cells import (
     PHASES,
@@ -27,6 +25,7 @@ from collectives.bench.paper.cells import (
     ReadyGradients,
     Series,
 )
+from collectives.bench.peers import TORCH
 
 COUNTS = (
     10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000,
@@ -482,8 +481,6 @@ SAME = ("cpu", "cores_usable", "torch", "collectives", "gpus")
 
 class Report(BaseReport[Measured]):
     """A figure: all its cells that are done, and what the command line asked for as its options."""
-
-    __slots__ = ()
 
     def tables(self) -> Sequence[Table]:
         """Returns the tables of the cells."""

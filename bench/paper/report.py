@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from collectives.bench.comparison.peers import TORCH
-from collectives.bench.core.records import grouped
-from collectives.bench.core.text import lines_of, made_with
+from collectives.bench.core.records import grouped, lines_of, made_with
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.figures import INTERVALS, Report, figure_tables, usual_samples
+from collectives.bench.peers import TORCH
 
 NOTICEABLE = 0.1
 """Part by which two times must differ before one counts as longer."""
@@ -78,14 +78,19 @@ def sweeps(figures: Figures) -> Iterator[tuple[Measured, list[float]]]:
 # ---- times of a cell -----------------------------------------------------------------------------------
 
 
-def median_of(record: Measured, number: int = 0) -> float:
-    """Returns the median nanoseconds of an iteration of a series."""
-    return float(np.median(usual_samples(record, number)["iteration"]))
+def times_of(
+    record: Measured, statistic: Callable[[Sequence[int]], np.floating[Any]] = np.median
+) -> dict[str, float]:
+    """Returns the nanoseconds of an iteration by series: medians, or what another statistic says of them."""
+    return {
+        series["name"]: float(statistic(usual_samples(record, i)["iteration"]))
+        for i, series in enumerate(record.cell["series"])
+    }
 
 
-def medians(record: Measured) -> dict[str, float]:
-    """Returns the median nanoseconds of an iteration by series."""
-    return {series["name"]: median_of(record, i) for i, series in enumerate(record.cell["series"])}
+def median_of(record: Measured) -> float:
+    """Returns the median nanoseconds of an iteration of the first series."""
+    return phases(record)["iteration"]
 
 
 def phases(record: Measured, number: int = 0) -> dict[str, float]:
@@ -119,7 +124,7 @@ def is_faster(record: Measured, fast: str, slow: str) -> bool:
     """Returns whether a series is faster than another by more than noise."""
     names = [series["name"] for series in record.cell["series"]]
     noise = max(NOTICEABLE, spread(record, names.index(slow)))
-    return gain(medians(record), fast, slow) > noise
+    return gain(times_of(record), fast, slow) > noise
 
 
 BYTES = 4
@@ -197,7 +202,7 @@ def overlap_saves(device: str) -> Judge:
     def judge(figures: Figures) -> Iterator[Finding]:
         for record in figures["fig6"]:
             if record.cell["device"] == device:
-                here = saved_in_words(gain(medians(record), "overlap", "no overlap"))
+                here = saved_in_words(gain(times_of(record), "overlap", "no overlap"))
                 yield Finding(
                     where(record), here, is_faster(record, "overlap", "no overlap"), _what_changes(record)
                 )
@@ -246,7 +251,7 @@ def _by_model(backend: str, records: Sequence[Measured]) -> Iterator[Finding]:
         times = phases(record)
         ratio = times["communication"] / times["backward"]
         balances.append(min(ratio, 1 / ratio) if ratio else 0.0)
-        gains.append(gain(medians(record), "overlap", "no overlap"))
+        gains.append(gain(times_of(record), "overlap", "no overlap"))
     most, nearest = gains.index(max(gains)), balances.index(max(balances))
     here = f"overlap saves most with {models[most]}, {models[nearest]} is nearest to balance"
     shown = zip(models, balances, gains, strict=True)
@@ -282,7 +287,7 @@ SHARED_CORES = 1.5
 def twice(figures: Figures) -> Iterator[Finding]:
     """Compares the best size with the worst one."""
     for record in figures["fig7"]:
-        times = medians(record)
+        times = times_of(record)
         best, worst = (pick(times, key=lambda name: times[name]) for pick in (min, max))
         ratio = times[worst] / times[best]
         share = communication_share(record)
@@ -295,7 +300,7 @@ def twice(figures: Figures) -> Iterator[Finding]:
 def default_size(figures: Figures) -> Iterator[Finding]:
     """Compares the default with the best size."""
     for record in figures["fig7"]:
-        times = medians(record)
+        times = times_of(record)
         best = min(times, key=lambda name: times[name])
         excess = times[_DEFAULT] / times[best] - 1
         here = f"{excess:.1%} more time than {best}"
@@ -305,7 +310,7 @@ def default_size(figures: Figures) -> Iterator[Finding]:
 def best_sizes(figures: Figures) -> Iterator[Finding]:
     """Compares the best size with that of the paper."""
     for record in figures["fig7"]:
-        times = medians(record)
+        times = times_of(record)
         best = min(times, key=lambda name: times[name])
         here = f"{best}: " + ", ".join(f"{name} {ns / 1e6:.0f} ms" for name, ns in times.items())
         papers = PAPERS_BEST.get(
@@ -322,7 +327,7 @@ def best_sizes(figures: Figures) -> Iterator[Finding]:
 
 def _matters(record: Measured) -> bool:
     """Returns whether sizes from 5 MB on differ noticeably."""
-    times = [ns for name, ns in medians(record).items() if float(name.split()[0]) >= LARGE_MB]
+    times = [ns for name, ns in times_of(record).items() if float(name.split()[0]) >= LARGE_MB]
     return max(times) / min(times) > 1 + NOTICEABLE
 
 
@@ -332,7 +337,7 @@ def more_ranks(figures: Figures) -> Iterator[Finding]:
     for record in figures["fig8"]:
         other = fewer.get(record.cell["panel"])
         if other is not None and other.cell["ranks"] < record.cell["ranks"]:
-            few, many = medians(other), medians(record)
+            few, many = times_of(other), times_of(record)
             zero, most = (many[name] / few[name] - 1 for name in ("0 MB", _DEFAULT))
             here = f"from {other.cell['ranks']} ranks on: 0 MB {zero:+.0%}, {_DEFAULT} {most:+.0%}"
             slower = phases(record)["forward"] / phases(other)["forward"]
@@ -352,7 +357,7 @@ def sublinear(figures: Figures) -> Iterator[Finding]:
             continue
         sizes = []
         for record in (few, many):
-            times = medians(record)
+            times = times_of(record)
             sizes.append(float(min(times, key=lambda name: times[name]).split()[0]))
         growth = parameters_of(many) / parameters_of(few)
         here = (
@@ -392,14 +397,6 @@ TIMES_LOCAL = {
     ("bert-base", "gloo"): (4.5, 9.0),
 }
 """Times of local training that count as the paper's 2, 3 and 6, by model and backend."""
-
-
-def means(record: Measured) -> dict[str, float]:
-    """Returns the mean nanoseconds of an iteration by series."""
-    return {
-        series["name"]: float(np.mean(usual_samples(record, i)["iteration"]))
-        for i, series in enumerate(record.cell["series"])
-    }
 
 
 def speedups(figures: Figures) -> Iterator[tuple[Measured, float]]:
@@ -449,7 +446,7 @@ def dearer_link(figures: Figures) -> Iterator[Finding]:
 def skipping_saves(figures: Figures) -> Iterator[Finding]:
     """Compares synchronisation at every 8th iteration with that at each."""
     for record in figures["fig10"]:
-        saved = gain(means(record), "every 8", "every 1")
+        saved = gain(times_of(record, np.mean), "every 8", "every 1")
         share = communication_share(record)
         because = f"overlap leaves {share:.0%} of an iteration to communication and waiting"
         yield Finding(where(record), saved_in_words(saved), saved > NOTICEABLE, because)
@@ -460,7 +457,7 @@ def jump(figures: Figures) -> Iterator[Finding]:
     for model in sorted({record.cell["model"] for record in figures["fig10"]}):
         found = _by_ranks(figures, "fig10", model, "nccl")
         if {MOST_RANKS // 2, MOST_RANKS} <= set(found):
-            few, many = (means(found[ranks]) for ranks in (MOST_RANKS // 2, MOST_RANKS))
+            few, many = (times_of(found[ranks], np.mean) for ranks in (MOST_RANKS // 2, MOST_RANKS))
             steps = {name: many[name] / few[name] - 1 for name in few}
             here = ", ".join(f"{name} {step:+.0%}" for name, step in steps.items())
             because = "iterations grow by less than a jump with some of the intervals"
@@ -492,7 +489,7 @@ def lanes_in_turn(figures: Figures) -> Iterator[Finding]:
     """Compares three groups in turn with one."""
     for record in figures["fig12"]:
         model, backend = record.cell["model"], backend_of(record)
-        saved = gain(medians(record), "rr3", "rr1")
+        saved = gain(times_of(record), "rr3", "rr1")
         faster = is_faster(record, "rr3", "rr1")
         share = communication_share(record)
         because = f"overlap leaves {share:.0%} of an iteration to save with one group"
@@ -563,7 +560,7 @@ def advice_lines(figures: Figures) -> Iterator[str]:
     buckets = [*figures.get("fig7", ()), *figures.get("fig8", ())]
     yield from dict.fromkeys(f"- {where(record)}: {_size(record)}." for record in buckets)
     for record in figures.get("fig10", ()):
-        saved = gain(means(record), f"every {INTERVALS[-1]}", f"every {INTERVALS[0]}")
+        saved = gain(times_of(record, np.mean), f"every {INTERVALS[-1]}", f"every {INTERVALS[0]}")
         say = "accumulate gradients" if saved > NOTICEABLE else "synchronise every iteration"
         yield f"- {where(record)}: {say}; every {INTERVALS[-1]} iterations saves {saved:.0%}."
     for record, worth in speedups(figures) if "fig9" in figures else ():
@@ -572,7 +569,7 @@ def advice_lines(figures: Figures) -> Iterator[str]:
 
 def _size(record: Measured) -> str:
     """Returns the size of buckets to take: the default one, where none saves more than noise over it."""
-    times = medians(record)
+    times = times_of(record)
     best = min(times, key=lambda name: times[name])
     if is_faster(record, best, _DEFAULT):
         return f"buckets of {best}, which save {gain(times, best, _DEFAULT):.0%} over {_DEFAULT}"

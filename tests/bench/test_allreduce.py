@@ -12,12 +12,10 @@ import pytest
 from bench_reports import read_report
 
 from collectives.bench import allreduce
-from collectives.bench.allreduce import MAX_CALLS, MIN_CALLS, Options, available_backends
-from collectives.bench.comparison.operations import OPERATIONS, rounded_count
-from collectives.bench.comparison.options import DTYPES
-from collectives.bench.comparison.records import Report
-from collectives.bench.core import text
-from collectives.bench.core.machine import cores_of_ranks
+from collectives.bench.allreduce import DTYPES, MAX_CALLS, MIN_CALLS, Options, Report, available_backends
+from collectives.bench.core.devices import cores_of_ranks
+from collectives.bench.core.records import header_lines
+from collectives.bench.operations import OPERATIONS, rounded_count
 from collectives.cli import main
 from collectives.registry.backends import backend_names
 
@@ -215,7 +213,7 @@ def test_data_types_are_those_of_torch():
 
 def test_long_sweeps_have_a_short_header():
     report = Report("allreduce", {"cache_last_level_bytes": None}, {"sizes": list(range(8, 120, 8))})
-    header = text.header_lines(report)
+    header = header_lines(report)
     assert header[-1] == "# options: sizes 8,...,112"
     assert "cache last level bytes auto" in header[1]
 

@@ -11,11 +11,7 @@ from collectives.cli import main
 @pytest.mark.parametrize(
     ("program", "words", "message"),
     [
-        (
-            "allreduce",
-            "--backends host:rings",
-            "unknown algorithm 'rings' in 'host:rings'; known are naive",
-        ),
+        ("allreduce", "--backends host:rings", "unknown algorithm 'rings' in 'host:rings'; known are naive"),
         ("allreduce", "--threads 1,33", "a rank has at most 32 threads, not 33"),
         ("allreduce", "--backends host:33", "unknown algorithm '33' in 'host:33'"),
         ("allreduce", "--backends gloo:4", "unknown algorithm '4' in 'gloo:4'"),

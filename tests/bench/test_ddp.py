@@ -10,8 +10,7 @@ from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import ddp, models
 from collectives.bench.core import devices, ranks
-from collectives.bench.core.records import Timing
-from collectives.bench.core.text import report_lines
+from collectives.bench.core.records import Timing, report_lines
 from collectives.bench.ddp import Peer, TrainingRecord, TrainingReport
 from collectives.bench.models import TASKS, loss_of
 from collectives.cli import main
@@ -28,7 +27,7 @@ def few_threads(monkeypatch):
 @pytest.mark.full
 def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     path = tmp_path / "out.json"
-    peers = "ours:host,ours:host+noop,torch:gloo,ours:absent"
+    peers = "ours:host,ours:host+noop,torch:gloo,ours:absent,ours:host+unused+noop,ours:host+unused"
     status = main(
         ["bench", "ddp", "--models", "small", "--peers", peers, "--iters", "3", "--warmup", "2",
          "--batch", "1", "--import", "bench_bodies", "--json", str(path)]
@@ -38,7 +37,8 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     assert "# skipped ours:absent: needs no_such_package" in out
     plain = json.loads(path.read_text())
     records = {record["peer"]: record for record in plain["records"]}
-    assert list(records) == ["ours:host", "ours:host+noop", "torch:gloo"]
+    options = ["ours:host+noop+unused", "ours:host+unused"]
+    assert list(records) == ["ours:host", "ours:host+noop", "torch:gloo", *options]
     for record in records.values():
         assert record["agrees"]
         assert (record["ranks"], record["batch"], record["iteration"]["calls"]) == (2, 1, 3)
@@ -48,7 +48,7 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
                 assert 0 < record[phase][figure] <= record["iteration"][figure]
         # Parameters, gradients and buckets at least.
         assert record["peak_memory_bytes"] - record["start_memory_bytes"] > 3 * 4 * record["parameters"]
-    ours, noop, torchs = records.values()
+    ours, noop, torchs, unused_noop, unused = records.values()
     assert ours["communicates"]
     assert ours["ranks_identical"]
     assert not noop["communicates"]
@@ -63,29 +63,9 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
         "memory_over_torch": ours["peak_memory_bytes"] / torchs["peak_memory_bytes"],
     }
     assert torchs["ratios"]["time_over_noop"] is None
-
-
-@pytest.mark.full
-def test_the_cost_of_looking_for_unused_parameters(tmp_path):
-    path = tmp_path / "out.json"
-    peers = "ours:host,ours:host+unused+noop,ours:host+unused"
-    status = main(
-        ["bench", "ddp", "--models", "small", "--batch", "1", "--peers", peers, "--iters", "2",
-         "--warmup", "2", "--json", str(path)]
-    )  # fmt: skip
-    assert status == 0
-    plain, noop, unused = json.loads(path.read_text())["records"]
-    assert [one["peer"] for one in (plain, noop, unused)] == [
-        "ours:host", "ours:host+noop+unused", "ours:host+unused",
-    ]  # fmt: skip
-    assert plain["grad_norm"] == unused["grad_norm"]
-    assert unused["ratios"]["time_over_plain"] == (
-        unused["iteration"]["median_us"] / plain["iteration"]["median_us"]
-    )
-    assert (
-        noop["ratios"]["time_over_plain"] == noop["iteration"]["median_us"] / plain["iteration"]["median_us"]
-    )
-    assert plain["ratios"]["time_over_plain"] is None
+    assert ours["grad_norm"] == unused["grad_norm"]
+    for one in (unused_noop, unused):
+        assert one["ratios"]["time_over_plain"] == medians[one["peer"]] / medians["ours:host"]
 
 
 @pytest.mark.full
@@ -177,19 +157,18 @@ def test_ratios_compare_like_with_like():
 
 
 @pytest.mark.full
-def test_lanes_are_named_on_the_command_line(capsys):
-    words = ["bench", "ddp", "--models", "small", "--iters", "1", "--warmup", "2", "--batch", "1"]
-    peers = "ours:round_robin:2:gloo,torch:collectives_round_robin:2"
-    assert main([*words, "--peers", peers]) == 0
-    assert capsys.readouterr().out.count(" yes") == 2
-
-
-@pytest.mark.full
-def test_ranks_over_mpi_are_started_by_mpirun(capsys):
-    if why_unavailable("mpi") is not None:
+@pytest.mark.parametrize(
+    "peers",
+    [
+        "ours:round_robin:2:gloo,torch:collectives_round_robin:2",
+        "ours:mpi,ours:round_robin:2:mpi",  # whose ranks mpirun starts
+    ],
+)
+def test_lanes_and_mpi_are_named_on_the_command_line(peers, capsys):
+    if "mpi" in peers and why_unavailable("mpi") is not None:
         pytest.skip("needs an MPI and mpi4py")
     words = ["bench", "ddp", "--models", "small", "--iters", "1", "--warmup", "2", "--batch", "1"]
-    assert main([*words, "--peers", "ours:mpi,ours:round_robin:2:mpi"]) == 0
+    assert main([*words, "--peers", peers]) == 0
     assert capsys.readouterr().out.count(" yes") == 2
 
 
@@ -216,7 +195,7 @@ def test_peers_that_disagree_are_told():
     teams = []
     for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
         team = ddp._Ranks(Peer.parse(name), Processes(norm))
-        team.times = [ddp.Times({phase: [5] for phase in ddp.PHASES}, [1.0])] * 2
+        team.samples = [{phase: [5] for phase in ddp.PHASES} | {"loss": [1.0], "sent": []}] * 2
         teams.append(team)
     agree = [record.agrees for record in ddp.records_of(teams, TASKS["small"], 1)]
     assert agree == [True, True, False]

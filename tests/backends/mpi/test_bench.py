@@ -10,7 +10,7 @@ import pytest
 from bench_reports import read_report
 from mpi_team import Teams, need_launcher_of
 
-from collectives.bench.comparison.records import Record
+from collectives.bench.allreduce import Record
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,18 +14,17 @@ from nccl_double.device import DoubleDevice, Graph
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives.bench.acceptance import failures, streams
-from collectives.bench.acceptance.ranks import Context, RankEnd
+from collectives.bench.acceptance.cases import CASES, Context, RankEnd
 
 
-def context_of(rank: int, size: int, file: str, folder: str) -> Context:
+def context_of(rank, size, file, folder):
     os.environ[FILE_VARIABLE] = file
     platform = DoublePlatform()
     platform.take(rank, size)
     return Context(platform, rank, size, current_store(), folder)
 
 
-def ends_of(folder: Path, size: int) -> Sequence[RankEnd]:
+def ends_of(folder, size):
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     return [RankEnd(0, answer["values"], 0.0, "") for answer in answers]
 
@@ -35,11 +32,11 @@ def ends_of(folder: Path, size: int) -> Sequence[RankEnd]:
 class LoadsKernels(TorchDispatchMode):
     """Waits for the device where an operation is met first, as CUDA may when it loads a kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._loaded: set[Any] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in self._loaded:
             self._loaded.add(func)
             device = DoubleDevice.shared(torch.device("cpu"))
@@ -47,50 +44,50 @@ class LoadsKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_kernels_to_load(rank: int, size: int, file: str, folder: str) -> None:
+def with_kernels_to_load(rank, size, file, folder):
     context = context_of(rank, size, file, folder)
     with LoadsKernels():
-        streams.CASES["late_producer"].body(context)
+        CASES["late_producer"].body(context)
     context.platform.finish()
 
 
-def test_the_first_use_of_a_kernel_is_no_host_that_waits(nccl_library: Path, tmp_path: Path) -> None:
+def test_the_first_use_of_a_kernel_is_no_host_that_waits(nccl_library, tmp_path):
     run_ranks(with_kernels_to_load, 2, str(nccl_library), str(tmp_path), isolated=True)
-    streams.CASES["late_producer"].judge(ends_of(tmp_path, 2))
+    CASES["late_producer"].judge(ends_of(tmp_path, 2))
 
 
 class Reading(torch.optim.SGD):
     """An optimizer whose steps wait for the device."""
 
-    def step(self) -> None:
+    def step(self):
         super().step()
         self.param_groups[0]["params"][0].sum().item()
 
 
-def training(rank: int, size: int, file: str, folder: str, reads: bool) -> None:
+def training(rank, size, file, folder, reads):
     context = context_of(rank, size, file, folder)
     with mock.patch.object(torch.optim, "SGD", Reading if reads else torch.optim.SGD):
-        streams.CASES["no_waiting_training"].body(context)
+        CASES["no_waiting_training"].body(context)
     context.platform.finish()
 
 
 @pytest.mark.full
-def test_a_step_of_training_that_waits_is_found(nccl_library: Path, tmp_path: Path) -> None:
+def test_a_step_of_training_that_waits_is_found(nccl_library, tmp_path):
     run_ranks(training, 2, str(nccl_library), str(tmp_path), False, isolated=True)
-    streams.CASES["no_waiting_training"].judge(ends_of(tmp_path, 2))
+    CASES["no_waiting_training"].judge(ends_of(tmp_path, 2))
     with pytest.raises(RankFailedError, match="this thread would wait for a stream"):
         run_ranks(training, 2, str(nccl_library), str(tmp_path), True, isolated=True)
 
 
-def left_alive(rank: int, size: int, file: str, folder: str) -> tuple[int, int]:
+def left_alive(rank, size, file, folder):
     """Returns how many graphs and communicators there are when the process exits."""
     context = context_of(rank, size, file, folder)
-    failures.CASES["live_graph"].body(context)
+    CASES["live_graph"].body(context)
     return sum(isinstance(one, Graph) for one in context.kept), context.platform.held()
 
 
-def test_a_process_exits_with_collectives_in_a_graph(nccl_library: Path, tmp_path: Path) -> None:
+def test_a_process_exits_with_collectives_in_a_graph(nccl_library, tmp_path):
     """Neither the graph nor the group's communicator has been ended by then."""
     found = run_ranks(left_alive, 2, str(nccl_library), str(tmp_path), isolated=True)
     assert found == [(1, 1)] * 2
-    assert failures.CASES["live_graph"].judge(ends_of(tmp_path, 2)) == {"seconds_to_exit": 0.0}
+    assert CASES["live_graph"].judge(ends_of(tmp_path, 2)) == {"seconds_to_exit": 0.0}

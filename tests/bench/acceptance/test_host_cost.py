@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from collectives.bench.acceptance.sections import measure_host_cost
+from collectives.bench.acceptance.command import measure_host_cost
 
 MOST = {
     "all_reduce, asynchronous": (40, 45),
@@ -17,7 +17,7 @@ MORE_SEEN = 3 if sys.version_info >= (3, 14) else 0
 """From 3.14 on, profilers see the four entries into ``with`` blocks, and not the making of the lock."""
 
 
-def test_what_calls_cost() -> None:
+def test_what_calls_cost():
     first, second = (measure_host_cost(1) for _ in range(2))
     assert [(one.frames, one.c_calls) for one in first] == [(one.frames, one.c_calls) for one in second]
     for cost in first:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from nccl_double.platform import DoublePlatform
 
-from collectives.bench import ddp
-from collectives.bench.acceptance import sections
-from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.acceptance.sections import SECTIONS, Cost, Plan
-from collectives.bench.allreduce import Options
-from collectives.bench.comparison.records import Record, Report
+from collectives.bench.acceptance import command
+from collectives.bench.acceptance.command import SECTIONS, Cost, Plan
+from collectives.bench.acceptance.report import Verdict
+from collectives.bench.allreduce import Record, Report
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.ddp import TrainingRecord, TrainingReport
 
@@ -26,32 +23,28 @@ class Devices(DoublePlatform):
     times_tell = True
 
 
-def plan(platform: DoublePlatform | None = None) -> Plan:
+def plan(platform=None):
     return Plan("", platform or Devices(), (2,), short=True)
 
 
-def record(peer: str, size: int, us: float, wrong: int = 0) -> Record:
+def record(peer, size, us, wrong=0):
     times = Timing(10, us, us, us, us, us)
     return Record("all_reduce", peer, 2, size, size // 4, "float32", "sum", True, times, wrong, times, 0)
 
 
-def rows(
-    monkeypatch: pytest.MonkeyPatch, records: Sequence[Record], skipped: Sequence[Skipped] = ()
-) -> list[Row]:
+def rows(monkeypatch, records, skipped=()):
     asked = []
 
-    def measure(options: Options) -> Report:
+    def measure(options):
         asked.append(options)
         return Report("allreduce", {}, {}, list(records), list(skipped))
 
-    monkeypatch.setattr(sections, "measure", measure)
-    return [*sections._measured(plan(), 2, "all_reduce", "8", ["all_reduce"])]
+    monkeypatch.setattr(command, "measure", measure)
+    return [*command._measured(plan(), 2, "all_reduce", "8", ["all_reduce"])]
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(31.0, Verdict.PASSED), (33.0, Verdict.FAILED)])
-def test_ours_may_take_a_tenth_and_10_us_more(
-    monkeypatch: pytest.MonkeyPatch, us: float, verdict: Verdict
-) -> None:
+def test_ours_may_take_a_tenth_and_10_us_more(monkeypatch, us, verdict):
     run, at_8 = rows(monkeypatch, [record("nccl", 8, us), record("torch:nccl", 8, 20.0)])
     assert run.verdict is Verdict.PASSED
     assert at_8.verdict is verdict
@@ -59,7 +52,7 @@ def test_ours_may_take_a_tenth_and_10_us_more(
     assert ("32.0 us are allowed" in at_8.said) == (verdict is Verdict.FAILED)
 
 
-def test_the_time_of_the_host_stands_beside_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_the_host_stands_beside_that_of_torch(monkeypatch):
     ours = replace(record("nccl", 8, 21.0), host=Timing(10, 4.25, 4.0, 5.0, 4.0, 4.3))
     run, at_8 = rows(monkeypatch, [ours, record("torch:nccl", 8, 20.0)])
     assert at_8.said.split("; ") == [
@@ -69,18 +62,18 @@ def test_the_time_of_the_host_stands_beside_that_of_torch(monkeypatch: pytest.Mo
     assert run.figures["records"][0]["host"]["median_us"] == 4.25
 
 
-def test_a_fast_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_wrong_result_fails(monkeypatch):
     _, at_8 = rows(monkeypatch, [record("nccl", 8, 1.0, wrong=3), record("torch:nccl", 8, 20.0)])
     assert at_8.verdict is Verdict.FAILED
     assert at_8.said == "nccl: 3 wrong elements"
 
 
-def test_a_peer_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_run_is_told(monkeypatch):
     (run,) = rows(monkeypatch, [], [Skipped("nccl", "CuPy is not installed")])
     assert (run.verdict, run.said) == (Verdict.FAILED, "nccl: CuPy is not installed")
 
 
-def test_ranks_that_share_a_device_get_no_verdict_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_device_get_no_verdict_on_times(monkeypatch):
     monkeypatch.setattr(Devices, "gpus", lambda self: ["the only one"])
     _, at_8 = rows(monkeypatch, [record("nccl", 8, 900.0), record("torch:nccl", 8, 20.0)])
     assert at_8.verdict is Verdict.PASSED
@@ -95,35 +88,33 @@ def test_ranks_that_share_a_device_get_no_verdict_on_times(monkeypatch: pytest.M
         (9.0, False, Verdict.FAILED, "ranks or gradients differ: ours:nccl"),
     ],
 )
-def test_training_may_take_a_twentieth_more_and_must_agree(
-    monkeypatch: pytest.MonkeyPatch, ms: float, agrees: bool, verdict: Verdict, said: str
-) -> None:
-    def trained(peer: str, ms: float, agrees: bool) -> TrainingRecord:
+def test_training_may_take_a_twentieth_more_and_must_agree(monkeypatch, ms, agrees, verdict, said):
+    def trained(peer, ms, agrees):
         time = Timing(4, *[1e3 * ms] * 5)
         return TrainingRecord(peer, "small", 2, 1, 1, 1, 1, *[time] * 4, 1, 1, True, agrees, 1.0, agrees)
 
-    def measure(options: ddp.Options) -> TrainingReport:
+    def measure(options):
         assert options.peers == ("ours:nccl", "torch:nccl")
         records = [trained("ours:nccl", ms, agrees), trained("torch:nccl", 10.0, True)]
         return TrainingReport("ddp", {}, {}, records)
 
-    monkeypatch.setattr(sections.ddp, "measure", measure)
+    monkeypatch.setattr(command.ddp, "measure", measure)
     (row,) = SECTIONS["training"](plan())
     assert row.verdict is verdict
     assert said in row.said
 
 
-def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(sections.LIMITS)
+def test_host_cost_has_a_limit(monkeypatch):
+    names = list(command.LIMITS)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
-    monkeypatch.setattr(sections, "measure_host_cost", lambda calls: costs)
+    monkeypatch.setattr(command, "measure_host_cost", lambda calls: costs)
     whole, *judged = SECTIONS["host-cost"](plan())
     assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
     assert {row.verdict for row in SECTIONS["host-cost"](plan(DoublePlatform()))} == {Verdict.PASSED}
-    allowed = sections.LIMITS[names[1]][0]
+    allowed = command.LIMITS[names[1]][0]
     costs[1] = Cost(names[1], allowed + 1, 10, 1.0)  # which are the same everywhere
     for platform in (Devices(), DoublePlatform()):
         row = [*SECTIONS["host-cost"](plan(platform))][2]
@@ -132,11 +123,11 @@ def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.said.endswith(f"; {allowed} frames are allowed")
 
 
-def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*_: object, **__: object) -> list[Cost]:
+def test_a_measurement_that_breaks_is_a_row(monkeypatch):
+    def breaks(*_, **__):
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(sections, "measure_host_cost", breaks)
-    monkeypatch.setattr(sections.ddp, "Options", breaks)
+    monkeypatch.setattr(command, "measure_host_cost", breaks)
+    monkeypatch.setattr(command.ddp, "Options", breaks)
     rows = [row for name in ("host-cost", "training") for row in SECTIONS[name](plan())]
     assert [(row.verdict, row.said) for row in rows] == [(Verdict.FAILED, "RuntimeError: no driver")] * 2

@@ -7,20 +7,16 @@ import os
 import pytest
 import torch
 
-from collectives.bench.allreduce import Options, available_backends
-from collectives.bench.comparison.records import Report
-from collectives.bench.core import text
-from collectives.bench.core.devices import DEVICES, CudaDevice
-from collectives.bench.core.machine import describe_machine, memory_available_bytes
+from collectives.bench.allreduce import Options, Report, available_backends
+from collectives.bench.core.devices import DEVICES, CudaDevice, describe_machine, memory_available_bytes
+from collectives.bench.core.records import header_lines
 
 
 def test_the_cpu_adds_nothing_to_a_call():
     cpu = DEVICES["cpu"]
     assert cpu.why_unavailable() is None
     assert cpu.describe((2,)) == {}
-    call, barrier = list, dict
-    assert cpu.completing(call) is call
-    assert cpu.starting(barrier) is barrier
+    assert cpu.starting(dict) is dict
     before = dict(os.environ)
     cpu.take(1, 2)
     assert dict(os.environ) == before
@@ -31,9 +27,9 @@ def test_a_call_on_cuda_is_over_when_the_device_is(monkeypatch):
     order = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("device"))
     cuda = CudaDevice()
-    cuda.completing(lambda: order.append("call"))()
+    cuda.finish()
     cuda.starting(lambda: order.append("barrier"))()
-    assert order == ["call", "device", "device", "barrier"]
+    assert order == ["device", "device", "barrier"]
 
 
 def test_the_smallest_share_of_a_gpu_counts(monkeypatch):
@@ -53,7 +49,7 @@ def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
     assert "gpus_shared_by_ranks" not in CudaDevice().describe((1,))
     versions = {"nccl": "NCCL 2.28.9 by way of cupy 14.2.0"}
     environment = {**describe_machine(), **described, "peers": versions}
-    said = "\n".join(text.header_lines(Report("allreduce", environment, {})))
+    said = "\n".join(header_lines(Report("allreduce", environment, {})))
     assert "; gpus GPU 0; " in said
     assert "gpus shared by ranks 2,4; gpus shared environment NCCL_SOCKET_IFNAME is lo" in said
     assert "peers nccl is NCCL 2.28.9 by way of cupy 14.2.0" in said

@@ -10,11 +10,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.machine import describe_machine
+from collectives.bench.allreduce import Record, Report
+from collectives.bench.core.devices import describe_machine
 from collectives.bench.core.page import write_page
-from collectives.bench.core.records import Chart, Curve, Skipped, Timing
-from collectives.bench.core.text import made_with, report_lines
+from collectives.bench.core.records import Chart, Curve, Skipped, Timing, made_with, report_lines
 from collectives.bench.ddp import TrainingRecord, TrainingReport
 
 pytest.importorskip("plotly")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.bench.core.text import format_bytes, parse_bytes, parse_sizes
+from collectives.bench.core.records import format_bytes, parse_bytes, parse_sizes
 
 
 @pytest.mark.parametrize(

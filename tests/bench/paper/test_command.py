@@ -15,7 +15,7 @@ import pytest
 from mpi_team import find_installations
 from ports import free_port
 
-from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.devices import describe_machine
 from collectives.bench.paper import command
 from collectives.bench.paper.cells import PHASES
 from collectives.bench.paper.command import cells_of
@@ -42,7 +42,10 @@ def figure(name, folder, *words):
 
 
 def check_iterations(record):
-    """The kept samples are whole: as many of each phase, which add up."""
+    """The kept samples are whole: as many of each phase, which add up, and of each series."""
+    lengths = {len(times["iteration"]) for times in record["samples"]["series"]}
+    assert len(lengths) == 1
+    assert not lengths.pop() % max(series["interval"] for series in record["cell"]["series"])
     for series, times in zip(record["cell"]["series"], record["samples"]["series"], strict=True):
         whole = times["iteration"]
         assert len(whole) >= 6
@@ -80,34 +83,21 @@ class TestFigures:
         check_iterations(record)
 
     @pytest.mark.full
-    def test_fig6_shows_where_time_goes(self, tmp_path):
-        (record,) = figure("fig6", tmp_path)["records"]
-        names = [series["name"] for series in record["cell"]["series"]]
-        assert names == ["no overlap", "overlap", "all-reduce a parameter", "parameter averaging"]
-        check_iterations(record)
-
-    @pytest.mark.full
-    def test_fig9_is_over_the_number_of_ranks(self, tmp_path):
-        records = figure("fig9", tmp_path)["records"]
-        assert [record["cell"]["ranks"] for record in records] == [1, 2]
+    @pytest.mark.parametrize(
+        ("name", "ranks", "what", "series"),
+        [
+            ("fig6", [2], "name", ["no overlap", "overlap", "all-reduce a parameter", "parameter averaging"]),
+            ("fig9", [1, 2], "name", ["host"]),
+            ("fig10", [2], "interval", list(INTERVALS)),
+            ("fig12", [2], "group", [f"round_robin:{lanes}:host" for lanes in LANES]),
+        ],
+    )
+    def test_figures_of_iterations(self, name, ranks, what, series, tmp_path):
+        records = figure(name, tmp_path)["records"]
+        assert [record["cell"]["ranks"] for record in records] == ranks
+        assert [one[what] for one in records[-1]["cell"]["series"]] == series
         for record in records:
             check_iterations(record)
-
-    @pytest.mark.full
-    def test_fig10_synchronises_in_intervals(self, tmp_path):
-        (record,) = figure("fig10", tmp_path)["records"]
-        assert [series["interval"] for series in record["cell"]["series"]] == list(INTERVALS)
-        check_iterations(record)
-        lengths = {len(times["iteration"]) for times in record["samples"]["series"]}
-        assert len(lengths) == 1
-        assert not lengths.pop() % max(INTERVALS)
-
-    @pytest.mark.full
-    def test_fig12_goes_through_groups_in_turn(self, tmp_path):
-        (record,) = figure("fig12", tmp_path)["records"]
-        groups = [series["group"] for series in record["cell"]["series"]]
-        assert groups == [f"round_robin:{lanes}:host" for lanes in LANES]
-        check_iterations(record)
 
     @pytest.mark.full
     def test_fig11_keeps_every_loss_and_goes_on_after_an_interrupt(self, tmp_path, monkeypatch, capsys):
@@ -222,10 +212,7 @@ def test_every_figure_has_cells_for_the_papers_models():
 
 @pytest.mark.parametrize(
     ("models", "ready", "words"),
-    [
-        ((), "resnet152", ""),
-        (("resnet50", "bert-base"), "resnet50", " --models resnet50,bert-base"),
-    ],
+    [((), "resnet152", ""), (("resnet50", "bert-base"), "resnet50", " --models resnet50,bert-base")],
 )
 def test_a_report_names_the_command_that_measures_the_same(models, ready, words):
     """Without --models, figure 2 looks at another model than the first one of the others."""

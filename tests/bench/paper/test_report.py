@@ -117,10 +117,7 @@ def test_the_figures_become_one_page(tmp_path):
     assert text.count("Plotly.newPlot(") == len(charts) == 11
     for part in ("fig2: all-reduces", "fig2: ready gradients", "fig7: iterations", "fig11: losses"):
         assert f"<h2>{part}</h2>" in text
-    assert [curve.name for curve in charts["fig6: net, gloo, 2 ranks"].curves][:2] == [
-        "forward",
-        "backward",
-    ]
+    assert [curve.name for curve in charts["fig6: net, gloo, 2 ranks"].curves][:2] == ["forward", "backward"]
     (measured,) = charts["fig9: net, host"].curves
     assert (measured.at, measured.values) == ((1, 2), [0.05, 0.1])
     boxes, rebuilt = charts["fig7: net, host, 2 ranks"].curves
@@ -154,10 +151,7 @@ def test_all_reduces_by_size():
     )
     assert [
         statement(4, {"fig2": [sweep("nccl", totals)]})[0][0][2] for totals in ((9, 8, 7), (9, 7, 8))
-    ] == [
-        "holds",
-        "does not, because 262,144 are faster than 2,000,000",
-    ]
+    ] == ["holds", "does not, because 262,144 are faster than 2,000,000"]
     assert [row[1:] for row in statement(5, FIGURES)[0]] == [
         ("backward 100 ms, its all-reduces 10 ms", "does not, because one is 10 times the other"),
         ("backward 100 ms, its all-reduces 30 ms", "holds"),

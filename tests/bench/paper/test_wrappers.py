@@ -6,7 +6,7 @@ import torch
 from harness import run_world
 
 import collectives
-from collectives.bench.paper.cells import build_classifier, random_samples, wrap
+from collectives.bench.paper.cells import build_classifier, random_loss, wrap
 
 
 def train(rank, size):
@@ -20,12 +20,12 @@ def train(rank, size):
         torch.manual_seed(rank)
         model = build_classifier("small")
         model.body.body[1:].requires_grad_(False)  # little to compute
-        samples = random_samples("small", 2, 16, rank, "cpu")
+        loss_of = random_loss("small", 2, 16, rank, "cpu")
         wrapper = wrap(name, model, group, bucket_mb)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()
-            samples.loss(wrapper.module).backward()
+            loss_of(wrapper.module).backward()
             wrapper.after_backward()
             optimizer.step()
             wrapper.after_step()

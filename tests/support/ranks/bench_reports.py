@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.comparison.records import Record, Report
+from collectives.bench.allreduce import Record, Report
 from collectives.bench.core.records import Skipped, Timing
 
 

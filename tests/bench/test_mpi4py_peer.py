@@ -11,7 +11,7 @@ import pytest
 from bench_reports import read_report
 from mpi_team import VARIABLE, find_installations, need_launcher_of
 
-from collectives.bench.comparison import peers
+from collectives.bench import peers
 from collectives.cli import main
 from collectives.ranks import mpirun
 

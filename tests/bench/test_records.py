@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from bench_reports import read_report
 
-from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.comparison.records import Record, Report
+from collectives.bench.allreduce import Record, Report
 from collectives.bench.core.records import Skipped, Timing, write_json
+from collectives.bench.operations import bus_factor
 
 TIMING = Timing(calls=5, median_us=2.0, p10_us=1.0, p90_us=4.0, min_us=0.5, mean_us=2.5)
 RECORD = Record("all_reduce", "host", 4, 8000, 2000, "float32", "sum", True, TIMING, 0, TIMING, 0)

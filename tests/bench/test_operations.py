@@ -9,7 +9,7 @@ from functools import reduce
 import pytest
 import torch
 
-from collectives.bench.comparison import operations
+from collectives.bench import operations
 
 COUNT = 600  # more than two periods
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64)

@@ -18,7 +18,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -26,9 +27,9 @@ import torch.distributed as torch_dist
 import collectives
 from collectives.backends import algorithms
 from collectives.backends.host.threads import MOST
-from collectives.bench.comparison.operations import ROOT, Operation, partner
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.ranks import TIMEOUT
+from collectives.bench.operations import ROOT, Operation, partner
 from collectives.core import quantized
 from collectives.ranks.mpirun import find_mpirun
 from collectives.store.encryption import ENCRYPTION
@@ -36,25 +37,13 @@ from collectives.store.encryption import ENCRYPTION
 Call = Callable[[], object]
 
 
-class Bind(Protocol):
-    """What a peer is: gives the call of an operation on tensors.
+Bind = Callable[[Operation, torch.Tensor, torch.Tensor], Call]
+"""What a peer is: gives the call of an operation on two tensors, the given one and that for the result.
 
-    The tensors are dense and one-dimensional; ``given`` and ``result`` are the same where the operation works
-    in place, and empty on ranks where it has no input or no output. The call blocks until its result is
-    there.
-    """
+The tensors are dense and one-dimensional; they are the same where the operation works in place, and empty on
+ranks where it has no input or no output. The call blocks until its result is there.
+"""
 
-    def __call__(self, operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Call:
-        """Returns the call."""
-
-
-_FUNCTIONS = {
-    "all_gather": ("all_gather_into_tensor",),
-    "reduce_scatter": ("reduce_scatter_tensor",),
-    "all_to_all": ("all_to_all_single",),
-    "sendrecv": ("send", "recv"),
-}
-"""Names of the capabilities behind an operation, where they differ from its own."""
 
 CLEAR = "clear"
 """What stands in place of an algorithm for ``host`` without encryption."""
@@ -131,7 +120,7 @@ def why_not(
                 return None
             return "takes SUM and AVG of floats of 16 bits and more"
         return algorithms.why_not(group, dtype, op, device)
-    for name in _FUNCTIONS.get(operation.name, (operation.name,)):
+    for name in operation.functions:
         reason = group.capabilities.why_not(
             name,
             device=None if operation.name == "barrier" else device,
@@ -150,17 +139,10 @@ def open_group(backend: str, algorithm: str | None) -> collectives.ProcessGroup:
         backend: of the name.
         algorithm: likewise.
     """
-    before = os.environ.get(ENCRYPTION)
-    if algorithm == CLEAR:
-        os.environ[ENCRYPTION] = "off"
-    try:
-        threads = threads_of(backend, algorithm)
-        options = None if threads is None else {"threads": threads}
+    threads = threads_of(backend, algorithm)
+    options = None if threads is None else {"threads": threads}
+    with mock.patch.dict(os.environ, {ENCRYPTION: "off"} if algorithm == CLEAR else {}):
         return collectives.new_group(backend=backend, pg_options=options)
-    finally:
-        os.environ.pop(ENCRYPTION, None)
-        if before is not None:
-            os.environ[ENCRYPTION] = before
 
 
 def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp, algorithm: str | None) -> Bind:
@@ -304,7 +286,8 @@ def why_torch_refuses(
     if not operation.in_place:
         result = torch.zeros(operation.output_count(size, rank, size), dtype=dtype, device=device)
     try:
-        DEVICES[device].completing(peer(operation, given, result))()
+        peer(operation, given, result)()
+        DEVICES[device].finish()
     except torch_dist.DistBackendError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:

@@ -16,6 +16,8 @@ from functools import reduce
 
 import torch
 
+from collectives.core import operations as core
+
 ROOT = 0
 """The rank that sends or receives the whole in operations that have such a rank."""
 
@@ -25,7 +27,8 @@ class Operation:
     """An operation by its shape.
 
     Attributes:
-        name: the user function, or what the measurement is called.
+        name: of the collective, or what the measurement is called.
+        functions: names of the user functions behind it, as capabilities call them.
         reduces: whether it computes.
         in_place: whether one tensor is input and output.
         parts: whether the array consists of a part for each rank.
@@ -34,6 +37,7 @@ class Operation:
     """
 
     name: str
+    functions: tuple[str, ...]
     reduces: bool = False
     in_place: bool = False
     parts: bool = False
@@ -57,19 +61,23 @@ class Operation:
         return 0 if self.name == "sendrecv" and partner(rank, ranks) is None else count
 
 
+def _measured(row: core.Operation) -> Operation:
+    parts = not {row.output, row.input}.isdisjoint({core.Operand.EACH, core.Operand.PARTS})
+    in_place = row.in_place and row is not core.BARRIER
+    return Operation(row.collective, (row.name,), row.reduces, in_place, parts, row.rooted)
+
+
+_COLLECTIVES = (
+    core.ALL_REDUCE, core.REDUCE, core.BROADCAST, core.ALL_GATHER_INTO_TENSOR, core.REDUCE_SCATTER_TENSOR,
+    core.ALL_TO_ALL_SINGLE, core.GATHER, core.SCATTER,
+)  # fmt: skip
+
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", reduces=True, in_place=True),
-        Operation("reduce", reduces=True, in_place=True, rooted=True),
-        Operation("broadcast", in_place=True, rooted=True),
-        Operation("all_gather", parts=True),
-        Operation("reduce_scatter", reduces=True, parts=True),
-        Operation("all_to_all", parts=True),
-        Operation("gather", parts=True, rooted=True),
-        Operation("scatter", parts=True, rooted=True),
-        Operation("sendrecv", halved=True),
-        Operation("barrier"),
+        *map(_measured, _COLLECTIVES),
+        Operation("sendrecv", ("send", "recv"), halved=True),
+        _measured(core.BARRIER),
     )
 }
 """Every measured operation by name."""

@@ -1,18 +1,14 @@
-"""What is taken for a failure of the backend when ranks end."""
+"""What is taken for a failure of the backend when ranks end, and for a wrong order of streams."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from collectives.bench.acceptance import ranks
-from collectives.bench.acceptance.failures import CASES
-from collectives.bench.acceptance.ranks import RankEnd, run_ranks, write_answer
+from collectives.bench.acceptance import cases
+from collectives.bench.acceptance.cases import CASES, RankEnd, run_ranks, write_answer
 from collectives.bench.acceptance.report import CheckFailedError
 
 LOST = {"error": "PeerLostError", "said": "rank 1 is lost", "seconds": 0.1}
@@ -20,11 +16,11 @@ REPLAYED = {"found": [16.0], "wanted": [16.0]}
 KILLED = RankEnd(-signal.SIGKILL, None, 0.0, "")
 
 
-def ended(status: int | None = 0, exit_seconds: float = 0.5, output: str = "", **values: Any) -> RankEnd:
+def ended(status=0, exit_seconds=0.5, output="", **values):
     return RankEnd(status, values, exit_seconds, output)
 
 
-def test_what_is_right() -> None:
+def test_what_is_right():
     figures = CASES["killed"].judge([ended(**LOST), KILLED])
     assert figures == {"error": "PeerLostError", "seconds_to_error": 0.1, "exit_status": -9}
     assert CASES["live_loss"].judge([ended(), ended(exit_seconds=2.5)]) == {"seconds_to_exit": 2.5}
@@ -58,12 +54,12 @@ def test_what_is_right() -> None:
         ),
     ],
 )
-def test_what_is_wrong(case: str, ends: Sequence[RankEnd], said: str) -> None:
+def test_what_is_wrong(case, ends, said):
     with pytest.raises(CheckFailedError, match=f"(?s){said}"):
         CASES[case].judge(ends)
 
 
-def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_answers_and_ends(monkeypatch, tmp_path):
     """Ranks that answer, that fail, and that never end; the last answer of a rank counts."""
     script = tmp_path / "rank.py"
     script.write_text(
@@ -78,12 +74,12 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "if rank == '2':\n"
         "    time.sleep(60)\n"
     )
-    started = ranks.subprocess.Popen
+    started = cases.subprocess.Popen
 
-    def start(command: Sequence[str], **options: Any) -> Any:
+    def start(command, **options):
         return started([sys.executable, str(script), *command[3:]], **options)
 
-    monkeypatch.setattr(ranks.subprocess, "Popen", start)
+    monkeypatch.setattr(cases.subprocess, "Popen", start)
     ends = run_ranks("platform", "body", 3, 5.0, environment={"WORD": "now"}, without=[2])
     assert [end.status for end in ends] == [0, 3, None]
     assert [end.answer for end in ends] == [{"x": 1}, None, None]
@@ -91,8 +87,24 @@ def test_answers_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert [end.output for end in ends[:2]] == ["here is 0 now\n", "here is 1 now\n"]
 
 
-def test_the_last_answer_counts(tmp_path: Path) -> None:
+def test_the_last_answer_counts(tmp_path):
     for value in (1, 2):
         write_answer(str(tmp_path), 0, {"x": value})
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     assert '"x": 2' in (tmp_path / "0.json").read_text()
+
+
+IN_ORDER = {"found": [6.0, 6.0], "wanted": [6.0, 6.0], "seconds_of_the_host": 0.1}
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.section == "streams"])
+def test_values_in_the_order_of_streams(case):
+    assert CASES[case].judge([ended(**IN_ORDER), ended(**IN_ORDER)])["ranks"] == 2
+    with pytest.raises(CheckFailedError, match=r"rank 1 has \[6.0, 2.0\] instead of \[6.0, 6.0\]"):
+        CASES[case].judge([ended(**IN_ORDER), ended(**{**IN_ORDER, "found": [6.0, 2.0]})])
+
+
+def test_a_host_that_waits():
+    late = ended(**{**IN_ORDER, "seconds_of_the_host": 1.2})
+    with pytest.raises(CheckFailedError, match=r"the host waited: 1\.20 s"):
+        CASES["late_producer"].judge([ended(**IN_ORDER), late])
