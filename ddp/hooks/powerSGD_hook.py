@@ -18,8 +18,9 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
-from collectives.ddp.hooks.phases import PhasedState, Phases
 from collectives.ddp.hooks.state import (
+    FeedbackState,
+    Phases,
     average_exactly,
     check_integer,
     comm_hook,
@@ -37,7 +38,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _log = Log(__name__)
 
 
-class PowerSGDState(PhasedState):
+class PowerSGDState(FeedbackState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Arguments are those of torch's class. Memory is kept by parameter, so that it survives new layouts of the
@@ -80,7 +81,7 @@ class PowerSGDState(PhasedState):
     """
 
     _SETTINGS = (
-        *PhasedState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
+        *FeedbackState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
         "warm_start", "orthogonalization_epsilon", "random_seed",
     )  # fmt: skip
 

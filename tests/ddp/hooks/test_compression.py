@@ -12,18 +12,28 @@ from given_gradients import Given, averaged, random_gradients
 from harness import run_ranks
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
-from collectives.ddp.hooks.adaptive_hook import LEVELS, AdaptiveState, adaptive_hook
-from collectives.ddp.hooks.compression import Affine, LargestElements, OfEach, Signs
+from collectives.ddp.hooks.compression import (
+    LEVELS,
+    AdaptiveState,
+    Affine,
+    LargestElements,
+    OfEach,
+    OneBitState,
+    QuantizedAllreduceState,
+    Signs,
+    TopKState,
+    adaptive_hook,
+    one_bit_hook,
+    quantized_allreduce_hook,
+    top_k_hook,
+)
 from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
-from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 
 SHAPES = {"m": (40, 30), "bias": (7,), "scale": (), "none": (0, 3)}
 SIZES = [1, 7, 8, 513, 5000]

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType as Torch
 import collectives as dist
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks import BuiltinCommHookType, DDPCommHookType, register_ddp_comm_hook
+from collectives.ddp.hooks.compression import OneBitState, one_bit_hook
 from collectives.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook, fp16_compress_wrapper
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
