@@ -162,7 +162,7 @@ class Affine:
     def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
         """Adds least value plus code times step."""
         count, width = _shape(values.numel(), self.block)
-        (least, step), codes = _parted(message, count, 2, -(-count * width * self.bits // 8))
+        (least, step), codes = _parted(message, count, -(-count * width * self.bits // 8))
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)[: count * width]
         decoded = torch.addcmul(least, codes.view(count, width), step)
@@ -177,15 +177,33 @@ class Signs:
 
     Args:
         block: elements of a block, a multiple of 8.
+        sizes: numbers of elements of the tensors in one, each of which has blocks of its own, so that none is
+            measured by the scale of another; empty for one tensor.
     """
 
     adds_up = False
 
-    def __init__(self, block: int = 1024) -> None:
+    def __init__(self, block: int, sizes: Sequence[int] = ()) -> None:
         self.block = block
+        self.sizes = [size for size in sizes if size]
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the two means of each block, then the signs, eight to a byte."""
+        """Returns for each tensor the two means of each block, then the signs, eight to a byte."""
+        parts = values.split_with_sizes(self.sizes or [values.numel()])
+        return torch.cat([self._encode_one(part) for part in parts])
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds the mean that stands for each element."""
+        sizes = self.sizes or [values.numel()]
+        messages = message.split_with_sizes(list(map(self._length, sizes)))
+        for part, its in zip(values.split_with_sizes(sizes), messages, strict=True):
+            self._add_one(part, its, weight)
+
+    def length(self) -> int:
+        """Returns the bytes of the message."""
+        return sum(map(self._length, self.sizes))
+
+    def _encode_one(self, values: torch.Tensor) -> torch.Tensor:
         count, width = self._shape(values.numel())
         blocks = torch.nn.functional.pad(values, (0, count * width - values.numel())).view(count, width)
         positive = blocks >= 0
@@ -198,50 +216,19 @@ class Signs:
         low = blocks.clamp(max=0).sum(1, keepdim=True) / (sizes - above).clamp(min=1)
         return _joined([high, low], _packed(positive.view(-1)))
 
-    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
-        """Adds the mean that stands for each element."""
+    def _add_one(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
         count, width = self._shape(values.numel())
-        (high, low), codes = _parted(message, count, 2, count * width // 8)
+        (high, low), codes = _parted(message, count, count * width // 8)
         decoded = torch.where(_unpacked(codes).view(count, width), high, low)
         values.add_(decoded.view(-1)[: values.numel()], alpha=weight)
 
-    def length(self, numel: int) -> int:
-        """Returns the bytes of the message of so many elements."""
+    def _length(self, numel: int) -> int:
         count, width = self._shape(numel)
         return _padded_size(8 * count + count * width // 8)
 
     def _shape(self, numel: int) -> tuple[int, int]:
         block = min(self.block, -(-numel // 8) * 8)
         return -(-numel // block), block
-
-
-class OfEach:
-    """Several tensors in one, each by itself, so that none is measured by the scale of another.
-
-    Args:
-        codec: writes and reads one of them.
-        sizes: their numbers of elements.
-    """
-
-    adds_up = False
-
-    def __init__(self, codec: Signs, sizes: Sequence[int]) -> None:
-        self.codec = codec
-        self.sizes = [size for size in sizes if size]
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the messages of all, one after the other."""
-        return torch.cat([self.codec.encode(part) for part in values.split_with_sizes(self.sizes)])
-
-    def length(self) -> int:
-        """Returns the bytes of all messages."""
-        return sum(map(self.codec.length, self.sizes))
-
-    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
-        """Adds what each message holds."""
-        messages = message.split_with_sizes([self.codec.length(size) for size in self.sizes])
-        for part, its in zip(values.split_with_sizes(self.sizes), messages, strict=True):
-            self.codec.add_to(part, its, weight)
 
 
 class LargestElements:
@@ -317,13 +304,10 @@ def _padded_size(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _parted(
-    message: torch.Tensor, count: int, numbers: int, code_bytes: int
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns the columns of numbers in front of a message, and its codes."""
-    head = message[: 4 * count * numbers].view(torch.float32).view(numbers, count, 1)
-    begin = 4 * count * numbers
-    return list(head), message[begin : begin + code_bytes]
+def _parted(message: torch.Tensor, count: int, code_bytes: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Returns the two columns of numbers in front of a message, and its codes."""
+    begin = 8 * count
+    return list(message[:begin].view(torch.float32).view(2, count, 1)), message[begin : begin + code_bytes]
 
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
@@ -592,7 +576,7 @@ class OneBitState(CompressingState):
 
     def codec(self, bucket: GradBucket, values: torch.Tensor, group: ProcessGroup) -> Codec:  # noqa: ARG002
         """Returns what writes and reads the messages of a bucket."""
-        return OfEach(Signs(self.block), widths(bucket))
+        return Signs(self.block, widths(bucket))
 
 
 @comm_hook
@@ -738,7 +722,7 @@ LEVELS = (*_LEVELS, "1 bit")
 def _levels(bucket: GradBucket) -> dict[str, _Level]:
     """Returns the levels for a bucket; that of 1 bit measures each parameter by itself."""
     sizes = widths(bucket)
-    signs = OfEach(Signs(_SIGNS_BLOCK), sizes)
+    signs = Signs(_SIGNS_BLOCK, sizes)
     return {**_LEVELS, "1 bit": _Level(8 * signs.length() / sum(sizes), signs)}
 
 

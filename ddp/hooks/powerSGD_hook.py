@@ -227,11 +227,6 @@ def matrix_shape(parameter: torch.Tensor, numel: int) -> tuple[int, int]:
     return rows, numel // rows
 
 
-def _rank_of(shape: tuple[int, int], rank: int) -> int:
-    """Returns the number of columns of the factors of such a matrix."""
-    return min(*shape, rank)
-
-
 def is_worth_compressing(shape: tuple[int, int], rank: int, min_compression_rate: float) -> bool:
     """Returns whether the factors of a matrix have so many times fewer elements than the matrix."""
     rows, columns = shape
@@ -457,7 +452,7 @@ def _layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str
             continue
         batch = same.get(shape) if state.batch_tensors_with_same_shape else None
         if batch is None:
-            batch = same[shape] = _Batch([], [], [], shape, _rank_of(shape, state.matrix_approximation_rank))
+            batch = same[shape] = _Batch([], [], [], shape, min(*shape, state.matrix_approximation_rank))
             batches.append(batch)
         batch.keys.append(key)
         batch.covers.append([key])
@@ -472,7 +467,7 @@ def _whole_bucket(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str])
         return [], []
     side = math.isqrt(numel - 1) + 1
     shape = (side, side)
-    rank = _rank_of(shape, state.matrix_approximation_rank)
+    rank = min(side, state.matrix_approximation_rank)
     return [_Batch(["; ".join(keys)], [list(keys)], [slice(0, numel)], shape, rank)], []
 
 
