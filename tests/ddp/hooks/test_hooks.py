@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from ddp_oracle import data, same_pass
-from harness import current_store, run_ranks, run_world
+from harness import current_store, run_ranks
 from torch import nn
 
 from collectives import PeerLostError
@@ -177,41 +177,6 @@ def test_callbacks_that_issue_collectives_keep_the_order_of_the_buckets() -> Non
                 ours, local_gradients(0, step), local_gradients(1, step), strict=True
             ):
                 assert torch.equal(mean, (first + second) / 2)
-
-
-def gossip(group):
-    """A hook of the user's: each rank averages with the one before it, by messages (GossipGrad)."""
-    rank, size = group.rank(), group.size()
-
-    def hook(state, bucket):
-        theirs = torch.empty_like(bucket.buffer())
-        works = [
-            group.send([bucket.buffer()], (rank + 1) % size),
-            group.recv([theirs], (rank - 1) % size),
-        ]
-        for work in works:
-            work.wait()
-        return done((bucket.buffer() + theirs) / 2)
-
-    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
-    ours.register_comm_hook(None, hook)
-    ours(data(rank)).sum().backward()
-    pairs = zip(local_gradients(rank), local_gradients((rank - 1) % size), strict=True)
-    return all(torch.equal(grad, (a + b) / 2) for grad, (a, b) in zip(gradients(ours), pairs, strict=True))
-
-
-def test_a_hook_may_exchange_messages_instead() -> None:
-    assert run_ranks(gossip, 3, backend="host") == [True] * 3
-
-
-def default_group(rank, size):
-    ours = DistributedDataParallel(model())
-    ours.register_comm_hook(None, allreduce_hook)
-    return same_pass(ours, model(), data(rank))
-
-
-def test_the_default_group_stands_in_for_none() -> None:
-    assert run_world(default_group, 2) == [True, True]
 
 
 def done(value):

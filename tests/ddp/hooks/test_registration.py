@@ -1,13 +1,15 @@
-"""Hooks by name, post-local SGD, and hooks beside other features of DistributedDataParallel."""
+"""Hooks by name, every hook on one training loop, and hooks beside other features of the wrapper."""
 
 from __future__ import annotations
 
 import pickle
 
+import hook_zoo
 import pytest
 import torch
-from given_gradients import Given, averaged, random_gradients
+from given_gradients import Given, averaged, random_gradients, same_on_all_ranks
 from harness import run_ranks, run_world
+from optimizers_in_hooks import every_form
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType as TorchType
 
@@ -127,9 +129,7 @@ def sparse_and_unused(group):
                 assert parallel.module.embedding.weight.grad.is_sparse
                 optimizer.step()
             flat = nn.utils.parameters_to_vector(parallel.parameters()).detach()
-            both = [torch.empty_like(flat) for _ in range(group.size())]
-            group.allgather(both, flat).wait()
-            found.append(torch.equal(*both))
+            found.append(same_on_all_ranks(group, flat))
     return found
 
 
@@ -154,9 +154,7 @@ def broken_off(group):
     with pytest.raises((ArithmeticError, GradientSyncError)) as caught:
         averaged(parallel, random_gradients(shapes, group.rank(), 3))
     result = averaged(parallel, random_gradients(shapes, group.rank(), 4))["a"]
-    both = [torch.empty_like(result) for _ in range(2)]
-    group.allgather(both, result).wait()
-    return type(caught.value).__name__, torch.equal(*both), state.iter
+    return type(caught.value).__name__, same_on_all_ranks(group, result), state.iter
 
 
 def test_a_pass_broken_off_leaves_the_rounds_in_order() -> None:
@@ -177,3 +175,17 @@ def test_a_subgroup_that_is_not_saved_is_told(caplog) -> None:
 def test_wrapped_hooks_can_be_saved() -> None:
     hook = pickle.loads(pickle.dumps(fp16_compress_wrapper(powerSGD_hook)))
     assert hook.__name__ == "powerSGD_hook_as_float16"
+
+
+@pytest.mark.full
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 3)])
+def test_every_hook_trains_with_sparse_gradients_and_uneven_inputs(backend, ranks) -> None:
+    hook_zoo.check(run_ranks(hook_zoo.train_with_every_hook, ranks, backend=backend, timeout=100))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+def test_steps_in_hooks_equal_steps_after_backward(backend) -> None:
+    """As hooks of torch do that step an optimizer for each bucket."""
+    assert run_ranks(every_form, 2, backend=backend) == [[]] * 2

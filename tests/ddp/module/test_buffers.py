@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import current_store, run_ranks
+from ddp_oracle import torch_over_gloo
+from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, Join, MixedPrecision, convert_sync_batchnorm
@@ -73,14 +72,8 @@ def two_forwards(wrap, rank, change=lambda module: module):
 
 
 def against_torch(group):
-    store = dist.PrefixStore("torch", current_store())
-    dist.init_process_group(
-        "gloo", store=store, rank=group.rank(), world_size=group.size(), timeout=timedelta(seconds=30)
-    )
-    try:
+    with torch_over_gloo(group):
         theirs = two_forwards(nn.parallel.DistributedDataParallel, group.rank())
-    finally:
-        dist.destroy_process_group()
     ours = two_forwards(lambda module: DistributedDataParallel(module, process_group=group), group.rank())
     return [
         name

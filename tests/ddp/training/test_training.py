@@ -1,4 +1,4 @@
-"""Training equals the naive solution bit for bit, whatever the options, and one process on all data."""
+"""Training equals the naive solution bit for bit, whatever the options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ddp_oracle import (
     snapshot,
 )
 from harness import run_ranks
-from torch import nn
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
@@ -163,43 +162,6 @@ def test_equals_the_naive_solution_on_other_backends(other) -> None:
     results = run_ranks(compare, 3, combinations(8, 7), other != "gloo", backend=other)
     assert [wrong for wrong, _ in results] == [[]] * 3
     assert all(differences(final, results[0][1]) == [] for _, final in results)
-
-
-def small_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def global_batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 1, generator=generator).double()
-
-
-def fit(model, share):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(20):
-        x, y = (part[share] for part in global_batch(step))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def fit_share(group, view):
-    rows = 12 // group.size()
-    share = slice(group.rank() * rows, (group.rank() + 1) * rows)
-    model = DistributedDataParallel(small_model(), process_group=group, gradient_as_bucket_view=view)
-    return fit(model, share)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_one_process_on_the_global_batch(size) -> None:
-    """Mathematical equivalence, section 3 of the paper."""
-    alone = fit(small_model(), slice(None))
-    for ranks in (run_ranks(fit_share, size, view, backend="host") for view in (False, True)):
-        for parameters in ranks:
-            for ours, single in zip(parameters, alone, strict=True):
-                torch.testing.assert_close(ours, single, rtol=1e-12, atol=1e-12)
 
 
 def channels_last_gradients(group):
