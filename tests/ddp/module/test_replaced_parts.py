@@ -137,12 +137,12 @@ def wrapped_again(group, change):
     change(ours.module)
     ours = DistributedDataParallel(ours.module, process_group=group)
     naive = copy.deepcopy(ours.module)
-    return same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
+    assert same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
 
 
 @pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
 def test_a_module_that_is_wrapped_again_is_averaged(change) -> None:
-    assert run_ranks(wrapped_again, 2, change, backend="host") == [True, True]
+    run_ranks(wrapped_again, 2, change, backend="host")
 
 
 def harmless(group):
@@ -161,24 +161,21 @@ def harmless(group):
         elif step == 4:
             module.out = nn.Sequential(module.head, nn.Flatten())
 
-    same = []
     for step in range(6):
         for model in (ours, naive):
             change(step, model.module if model is ours else model)
             model.zero_grad()
             model(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
+        assert same_averages(ours, naive)
 
 
 def test_changes_that_lead_to_no_other_gradients_are_none_of_its_business() -> None:
-    assert run_ranks(harmless, 2, backend="host") == [[True] * 6] * 2
+    run_ranks(harmless, 2, backend="host")
 
 
 def swapped(group, view, unused):
     """Exchanges the contents of parameters for others, which leaves the objects the module's."""
     ours, naive = pair(group, gradient_as_bucket_view=view, find_unused_parameters=unused)
-    same = []
     for step in range(5):
         for model in (ours.module, naive):
             if step in (1, 3):
@@ -188,14 +185,13 @@ def swapped(group, view, unused):
             model.zero_grad()
         ours(data(group.rank(), step)).square().sum().backward()
         naive(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
+        assert same_averages(ours, naive)
 
 
 @VIEWS
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
 def test_parameters_whose_contents_are_swapped_are_averaged(view, unused) -> None:
-    assert run_ranks(swapped, 2, view, unused, backend="host") == [[True] * 5] * 2
+    run_ranks(swapped, 2, view, unused, backend="host")
 
 
 def convolutions():
@@ -210,30 +206,27 @@ def with_other_memory(group, view):
     """Gives parameters other memory by ``.data``, as WGAN clips them, and other strides."""
     ours, naive = pair(group, convolutions, gradient_as_bucket_view=view)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9) for model in (ours, naive)]
-    same = []
     for step in range(4):
         for model, optimizer in zip((ours, naive), optimizers, strict=True):
             if step == 2:
                 model.to(memory_format=torch.channels_last)
             optimizer.zero_grad()
             model(images(group.rank(), step)).square().mean().backward()
-        same.append(same_averages(ours, naive))
+        assert same_averages(ours, naive)
         for model, optimizer in zip((ours, naive), optimizers, strict=True):
             optimizer.step()
             for parameter in model.parameters():
                 parameter.data = parameter.data.clamp(-0.01, 0.01)
-    return same
 
 
 @VIEWS
 def test_parameters_may_get_other_memory(view) -> None:
-    assert run_ranks(with_other_memory, 2, view, backend="host") == [[True] * 4] * 2
+    run_ranks(with_other_memory, 2, view, backend="host")
 
 
 def strides_of_one_rank(group):
     """Has one rank alone lay its parameters out in channels_last, whose gradients so are, too."""
     ours, naive = pair(group, convolutions)
-    same = []
     for step in range(3):
         if step == 1 and group.rank() == 1:
             ours.to(memory_format=torch.channels_last)
@@ -242,13 +235,11 @@ def strides_of_one_rank(group):
             model(images(group.rank(), step)).square().mean().backward()
         naive_average(naive.parameters(), group)
         pairs = zip(grads(ours.module).values(), grads(naive).values(), strict=True)
-        same.append([torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in pairs])
-    return same
+        assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in pairs)
 
 
 def test_gradients_in_other_strides_on_one_rank_are_averaged() -> None:
-    for same in run_ranks(strides_of_one_rank, 2, backend="host"):
-        assert all(map(all, same))
+    run_ranks(strides_of_one_rank, 2, backend="host")
 
 
 def converted(group, change, when, view, ranks, backend_options):
@@ -322,13 +313,12 @@ def converted_after_forward(group, view):
         if step == 1 and group.rank() == 1:
             ours.double()
         message = told(loss)
-    return message
+    assert "weight (float64[3, 3] instead of float32[3, 3])" in message
 
 
 @VIEWS
 def test_another_data_type_between_forward_and_backward_is_refused_by_name(view) -> None:
-    for message in run_ranks(converted_after_forward, 2, view, backend="host"):
-        assert "weight (float64[3, 3] instead of float32[3, 3])" in message
+    run_ranks(converted_after_forward, 2, view, backend="host")
 
 
 def wide_gradients(group, view):
@@ -341,20 +331,17 @@ def wide_gradients(group, view):
     for parameter in naive.parameters():
         parameter.grad_dtype = torch.float32
     ours = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=view)
-    same = []
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step).bfloat16()).float().square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same, [parameter.grad.dtype for parameter in module.parameters()]
+        assert same_averages(ours, naive)
+    assert [parameter.grad.dtype for parameter in module.parameters()] == [torch.float32] * 2
 
 
 @VIEWS
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_gradients_of_another_data_type_are_averaged_in_theirs(view) -> None:
-    for same, dtypes in run_ranks(wide_gradients, 2, view, backend="host"):
-        assert same == [True] * 3
-        assert dtypes == [torch.float32] * 2
+    run_ranks(wide_gradients, 2, view, backend="host")
 
 
 class Buffered(nn.Module):
@@ -428,25 +415,24 @@ def mixed(group):
     )
     with pytest.raises(GradientSyncError, match=r"0\.weight, 0\.bias|0\.bias, 0\.weight"):
         ours(data(group.rank())).sum().backward()
-    return [p.detach().unique().tolist() for p in ours.module.parameters()]
+    assert [p.detach().unique().tolist() for p in ours.module.parameters()] == [[5.0], [5.0]]
 
 
 def test_mixed_precision_keeps_parameters_that_came_later() -> None:
-    assert run_ranks(mixed, 2, backend="host") == [[[5.0], [5.0]]] * 2
+    run_ranks(mixed, 2, backend="host")
 
 
 def scripted(group):
     """Trains a module whose tables are no dicts."""
     ours, naive = pair(group, lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3)))
-    same = [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
+    assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
     ours.module.append(nn.Linear(3, 3))
     with pytest.raises(GradientSyncError, match=r"2\.weight|2\.bias"):
         ours(data(group.rank())).sum().backward()
-    return same
 
 
 def test_scripted_modules_are_averaged() -> None:
-    assert run_ranks(scripted, 2, backend="host") == [[True] * 3] * 2
+    run_ranks(scripted, 2, backend="host")
 
 
 class Cast(nn.Linear):
