@@ -11,6 +11,7 @@ import pytest
 import torch
 from given_gradients import Given, averaged, gathered, random_gradients, same_on_all_ranks
 from harness import run_ranks
+from on_ranks import on_ranks
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.compression import (
@@ -170,7 +171,8 @@ def test_each_hook_averages_in_the_long_run(backend, ranks) -> None:
             assert 0 < total < HOOKS[name][2], (name, last, total)
 
 
-def other_types(group):
+@on_ranks(2)
+def test_other_data_types(group):
     found = {}
     for name in HOOKS:
         parallel, _ = wrapped(group, name, bf16_compress_wrapper)
@@ -182,12 +184,7 @@ def other_types(group):
         both = [random_gradients(SHAPES, rank, 0, torch.complex64)["m"] for rank in range(2)]
         distance = (result["m"] - sum(both) / 2).norm() / sum(both).norm()
         found[name, "complex"] = float(distance) < 0.7 and bool(result["m"].imag.any())
-    return found
-
-
-def test_other_data_types() -> None:
-    for found in run_ranks(other_types, 2, backend="host"):
-        assert all(found.values()), found
+    assert all(found.values()), found
 
 
 def overflow(group):
@@ -209,7 +206,8 @@ def test_an_overflow_is_passed_on_once() -> None:
         assert all(value == (False, True) for value in found.values()), found
 
 
-def beyond_the_message(group):
+@on_ranks(2)
+def test_what_a_message_cannot_hold_leaves_nothing_behind(group):
     """Finite gradients that are infinite in a message of float32, or in a sum on the way to it."""
     found = {}
     for name in HOOKS:
@@ -224,17 +222,12 @@ def beyond_the_message(group):
                 result = averaged(parallel, given)
             finite = [t.isfinite().all() for t in (*result.values(), *state.error_dict.values())]
             found[name, str(dtype)] = bool(torch.stack(finite).all())
-    return found
+    assert len(found) == 12
+    assert all(found.values()), found
 
 
-def test_what_a_message_cannot_hold_leaves_nothing_behind() -> None:
-    for found in run_ranks(beyond_the_message, 2, backend="host"):
-        assert len(found) == 12
-        assert all(found.values()), found
-
-
-def goes_on_with_another_model(group):
-    """Returns whether errors go on in another data type, and how another shape is refused."""
+@on_ranks(2)
+def test_a_state_goes_on_in_another_data_type_and_refuses_another_model(group):
     found = {}
     for name in ("int8", "one bit", "top k", "adaptive"):
         parallel, state = wrapped(group, name)
@@ -251,13 +244,8 @@ def goes_on_with_another_model(group):
         with pytest.raises(GradientSyncError) as caught:
             averaged(other, random_gradients({**SHAPES, "m": (41, 30)}, group.rank(), 0))
         found[name] = str(caught.value)
-    return found
-
-
-def test_a_state_goes_on_in_another_data_type_and_refuses_another_model() -> None:
-    for found in run_ranks(goes_on_with_another_model, 2, backend="host"):
-        for message in found.values():
-            assert "an error of 1200 elements for m, whose gradient has 1230" in message
+    for message in found.values():
+        assert "an error of 1200 elements for m, whose gradient has 1230" in message
 
 
 def adapt(group):
@@ -304,7 +292,11 @@ def test_among_many_ranks_messages_that_are_reduced_in_parts_are_cheaper(ranks, 
     assert run_ranks(level_among_many, ranks, backend="host") == [[level]] * ranks
 
 
-def alone(group, make, hook):
+@pytest.mark.parametrize(
+    ("make", "hook"), [(QuantizedAllreduceState, quantized_allreduce_hook), (OneBitState, one_bit_hook)]
+)
+@on_ranks(1)
+def test_one_rank_alone_rounds_nothing(group, make, hook):
     parallel = DistributedDataParallel(torch.nn.Linear(63, 65), process_group=group)
     parallel.register_comm_hook(make(group), hook)
     inputs = torch.randn(5, 63)
@@ -312,13 +304,6 @@ def alone(group, make, hook):
     found = [p.grad.clone() for p in parallel.parameters()]
     parallel.module(inputs).square().sum().backward()
     assert all(torch.equal(2 * one, p.grad) for one, p in zip(found, parallel.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("make", "hook"), [(QuantizedAllreduceState, quantized_allreduce_hook), (OneBitState, one_bit_hook)]
-)
-def test_one_rank_alone_rounds_nothing(make, hook) -> None:
-    run_ranks(alone, 1, make, hook, backend="host")
 
 
 def only_one_rank_has_outliers(group):
@@ -360,7 +345,8 @@ def test_looks_at_gradients_that_say_nothing_are_taken_again() -> None:
     assert run_ranks(looks, 2, "overflow", backend="host") == [[None, None, None, *["4 bits"] * 2]] * 2
 
 
-def warm_up(group):
+@on_ranks(2)
+def test_the_first_iterations_average_exactly(group):
     found = {}
     for make, hook in (
         (lambda: QuantizedAllreduceState(group, start_iter=2), quantized_allreduce_hook),
@@ -376,14 +362,9 @@ def warm_up(group):
             given = [random_gradients(SHAPES, rank, step)["m"] for rank in range(2)]
             exact.append(torch.equal(result, (given[0] + given[1]) / 2))
         found[hook.__name__] = exact
-    return found
-
-
-def test_the_first_iterations_average_exactly() -> None:
-    for found in run_ranks(warm_up, 2, backend="host"):
-        assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
-        assert found["quantized_allreduce_hook"] == [True, True, False, False]
-        assert found["adaptive_hook"] == [True, True, True, False]
+    assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
+    assert found["quantized_allreduce_hook"] == [True, True, False, False]
+    assert found["adaptive_hook"] == [True, True, True, False]
 
 
 def different_states(group):
@@ -419,7 +400,13 @@ def test_states_that_differ_are_refused_on_all_ranks() -> None:
             assert "use_error_feedback" not in message
 
 
-def resized(group, make, hook):
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [(TopKState, top_k_hook), (AdaptiveState, adaptive_hook), (low_rank, powerSGD_hook)],
+    ids=["top k", "adaptive", "PowerSGD"],
+)
+@on_ranks(2)
+def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(group, make, hook):
     """A parameter gets another size on one rank; returns what is told of its gradient."""
     parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
     parallel.register_comm_hook(make(group), hook)
@@ -430,20 +417,11 @@ def resized(group, make, hook):
         parallel.module.bias.data = torch.zeros(5, 7)
     with pytest.raises(GradientSyncError) as caught:
         averaged(parallel, given)
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize(
-    ("make", "hook"),
-    [(TopKState, top_k_hook), (AdaptiveState, adaptive_hook), (low_rank, powerSGD_hook)],
-    ids=["top k", "adaptive", "PowerSGD"],
-)
-def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(make, hook) -> None:
-    for reasons in run_ranks(resized, 2, make, hook, backend="host"):
-        assert reasons.keys() == {1}
-        assert "the gradient of bias could not be put into its bucket" in reasons[1]
-        assert "bias (float32[5, 7] instead of float32[7])" in reasons[1]
-        assert "another model" not in reasons[1]
+    reasons = caught.value.reasons
+    assert reasons.keys() == {1}
+    assert "the gradient of bias could not be put into its bucket" in reasons[1]
+    assert "bias (float32[5, 7] instead of float32[7])" in reasons[1]
+    assert "another model" not in reasons[1]
 
 
 @pytest.mark.parametrize(
@@ -484,7 +462,8 @@ def test_settings_that_are_no_integers_are_refused(make) -> None:
         make()
 
 
-def levels_of_new_buckets(group):
+@on_ranks(2)
+def test_levels_of_buckets_that_are_gone_are_forgotten(group):
     """A state goes on with the same parameters in other buckets."""
     shapes = dict.fromkeys("abcd", (16, 16))
     state = AdaptiveState(group)
@@ -493,14 +472,12 @@ def levels_of_new_buckets(group):
         parallel.register_comm_hook(state, adaptive_hook)
         for step in range(3):
             averaged(parallel, random_gradients(shapes, group.rank(), step))
-    return sorted(name for keys in state.levels for name in keys)
+    assert sorted(name for keys in state.levels for name in keys) == list("abcd")
 
 
-def test_levels_of_buckets_that_are_gone_are_forgotten() -> None:
-    assert run_ranks(levels_of_new_buckets, 2, backend="host") == [list("abcd")] * 2
-
-
-def nothing_is_lost(group, dtype):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@on_ranks(3)
+def test_what_a_quantized_all_reduce_leaves_out_survives_new_buckets_and_checkpoints(group, dtype):
     """What came out, and the errors that went through new buckets and checkpoints, are what went in."""
     shapes = {name: (n, 40) for n, name in enumerate("abcdefgh", 1)}
     state = QuantizedAllreduceState(group, dtype=dtype, block=64)
@@ -524,11 +501,6 @@ def nothing_is_lost(group, dtype):
         group.allreduce(error).wait()
         assert error.any()
         torch.testing.assert_close(total[name] + error / group.size(), truth[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_what_a_quantized_all_reduce_leaves_out_survives_new_buckets_and_checkpoints(dtype) -> None:
-    run_ranks(nothing_is_lost, 3, dtype, backend="host")
 
 
 def test_the_largest_elements_hold_what_is_not_a_number() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from given_gradients import Given, averaged, gathered, random_gradients, same_on_all_ranks
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives as dist
@@ -112,8 +113,8 @@ def test_results_and_errors_add_up_to_the_inputs(backend, ranks) -> None:
         assert found[0, "{}"] == pytest.approx(found[0, "{'batch_tensors_with_same_shape': True}"], rel=1e-4)
 
 
-def low_rank(group):
-    """Returns the distance of averages of low-rank gradients from the truth, after two warm steps."""
+@on_ranks(2)
+def test_matrices_of_the_approximation_s_rank_are_exact(group):
     found = {}
     for rank in (1, 2, 4):
         state = state_of(group, matrix_approximation_rank=rank, use_error_feedback=False)
@@ -125,16 +126,11 @@ def low_rank(group):
             result = averaged(parallel, {"m": left @ right * (group.rank() + 1)})["m"]
         mean = left @ right * (group.size() + 1) / 2
         found[rank] = float((result - mean).norm() / mean.norm())
-    return found
+    assert all(distance < 1e-5 for distance in found.values()), found
 
 
-def test_matrices_of_the_approximation_s_rank_are_exact() -> None:
-    for found in run_ranks(low_rank, 2, backend="host"):
-        assert all(distance < 1e-5 for distance in found.values()), found
-
-
-def one_matrix_of_all(group):
-    """Returns distances from the truth where the bucket, with its padding, is a matrix of the rank."""
+@on_ranks(2)
+def test_a_bucket_of_the_approximation_s_rank_is_exact(group):
     found = {}
     for rank, numel in (
         (1, 49),
@@ -161,15 +157,11 @@ def one_matrix_of_all(group):
         mean = matrix * (group.size() + 1) / 2
         assert state.total_numel_after_compression == 2 * 2 * 7 * rank
         found[rank, numel] = float((seen - mean).norm() / mean.norm())
-    return found
+    assert all(distance < 1e-5 for distance in found.values()), found
 
 
-def test_a_bucket_of_the_approximation_s_rank_is_exact() -> None:
-    for found in run_ranks(one_matrix_of_all, 2, backend="host"):
-        assert all(distance < 1e-5 for distance in found.values()), found
-
-
-def factors_of_new_buckets(group):
+@on_ranks(2)
+def test_factors_of_buckets_that_are_gone_are_forgotten(group):
     """A state goes on with the same parameters in other buckets, and under the other hook."""
     state = state_of(group)
     found = []
@@ -178,14 +170,11 @@ def factors_of_new_buckets(group):
         for step in range(4):
             averaged(parallel, random_gradients({"a": (8, 8), "b": (8, 8)}, group.rank(), step))
         found.append(sorted(map(len, [key.split("; ") for key in state.q_memory_dict])))
-    return found
+    assert found == [[2], [1, 1], [1, 1]]
 
 
-def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
-    assert run_ranks(factors_of_new_buckets, 2, backend="host") == [[[2], [1, 1], [1, 1]]] * 2
-
-
-def another_rate(group):
+@on_ranks(2)
+def test_settings_may_change_between_steps(group):
     """What was left out before settings changed is sent once by who is not compressed any more."""
     state = state_of(group)
     parallel = wrapped(group, state)
@@ -199,14 +188,11 @@ def another_rate(group):
         for name, result in found.items():
             torch.testing.assert_close(result, mean_of_inputs(group, name, step, before), **CLOSE)
         before = {}
-    return [bool(error.any()) for error in errors_of(state).values()]
+    assert [bool(error.any()) for error in errors_of(state).values()] == [False] * len(SHAPES)
 
 
-def test_settings_may_change_between_steps() -> None:
-    assert run_ranks(another_rate, 2, backend="host") == [[False] * len(SHAPES)] * 2
-
-
-def unused_at_first(group):
+@on_ranks(2)
+def test_a_matrix_of_zeros_recovers(group):
     """A gradient that is zero when compression begins must not stay so for ever."""
     shapes = {"m": (8, 8)}
     found = []
@@ -217,15 +203,12 @@ def unused_at_first(group):
             averaged(parallel, {"m": torch.zeros(8, 8)})
         result = averaged(parallel, {"m": torch.ones(8, 8)})["m"]
         found.append(float(result.norm()))
-    return found
+    assert all(norm > 1 for norm in found), found
 
 
-def test_a_matrix_of_zeros_recovers() -> None:
-    for found in run_ranks(unused_at_first, 2, backend="host"):
-        assert all(norm > 1 for norm in found), found
-
-
-def other_types(group):
+@pytest.mark.full
+@on_ranks(2)
+def test_other_data_types_and_memory_formats(group):
     """Checks the residual of complex gradients; returns whether strided ones are equal on all ranks."""
     state = state_of(group)
     parallel = wrapped(group, state, shapes={"z": (6, 9)}, dtype=torch.complex64)
@@ -243,15 +226,11 @@ def other_types(group):
     for _ in range(4):
         parallel.zero_grad()
         parallel(torch.randn(2, 4, 5, 5)).sum().backward()
-    return same_on_all_ranks(group, conv.weight.grad)
+    assert same_on_all_ranks(group, conv.weight.grad)
 
 
-@pytest.mark.full
-def test_other_data_types_and_memory_formats() -> None:
-    assert run_ranks(other_types, 2, backend="host") == [True, True]
-
-
-def seeds(group):
+@on_ranks(2)
+def test_the_seed_decides_the_first_factors(group):
     results = []
     for seed in (0, 0, 1):
         torch.manual_seed(group.rank() + len(results))
@@ -259,11 +238,7 @@ def seeds(group):
         for step in range(3):
             found = averaged(parallel, random_gradients(SHAPES, group.rank(), step))
         results.append(found["a"])
-    return torch.equal(results[0], results[1]), torch.equal(results[0], results[2])
-
-
-def test_the_seed_decides_the_first_factors() -> None:
-    assert run_ranks(seeds, 2, backend="host") == [(True, False)] * 2
+    assert (torch.equal(results[0], results[1]), torch.equal(results[0], results[2])) == (True, False)
 
 
 class Lost:
@@ -397,7 +372,8 @@ def test_what_is_worth_compressing() -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------
 
 
-def moved(group):
+@on_ranks(2)
+def test_errors_survive_new_buckets_and_a_checkpoint(group):
     """New buckets come between two steps; errors go with their parameters."""
     state = state_of(group, use_error_feedback=True)
     first = wrapped(group, state)
@@ -417,12 +393,7 @@ def moved(group):
         for name in MATRICES:
             left = (given[name] - result[name]).flatten() + before[name]
             torch.testing.assert_close(left, state.error_dict[name], **CLOSE)
-    return layouts
-
-
-def test_errors_survive_new_buckets_and_a_checkpoint() -> None:
-    for layouts in run_ranks(moved, 2, backend="host"):
-        assert layouts[0] != layouts[-1]
+    assert layouts[0] != layouts[-1]
 
 
 class Model(nn.Module):
@@ -538,7 +509,10 @@ def test_the_process_group_is_not_saved(caplog) -> None:
     assert loaded.rng.randint(2**31) == state.rng.randint(2**31)
 
 
-def another_model(group, cap):
+@pytest.mark.parametrize("cap", [25, 0])
+@on_ranks(2, timeout=20)
+def test_a_state_of_another_model_is_refused(group, cap):
+    """Also where it fits all buckets but the last, whose failure must not leave the others waiting."""
     state = state_of(group)
     first = wrapped(group, state)
     for step in range(3):
@@ -549,11 +523,5 @@ def another_model(group, cap):
     second = wrapped(group, state, shapes=shapes, bucket_cap_mb=cap)
     with pytest.raises(GradientSyncError) as caught:
         averaged(second, random_gradients(shapes, group.rank(), 0))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("cap", [25, 0])
-def test_a_state_of_another_model_is_refused(cap) -> None:
-    """Also where it fits all buckets but the last, whose failure must not leave the others waiting."""
-    for message in run_ranks(another_model, 2, cap, backend="host", timeout=20):
-        assert "an error of 240 elements for a, whose gradient has 260" in message
+    message = str(caught.value)
+    assert "an error of 240 elements for a, whose gradient has 260" in message

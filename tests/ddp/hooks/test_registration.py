@@ -9,6 +9,7 @@ import pytest
 import torch
 from given_gradients import Given, averaged, random_gradients, same_on_all_ranks
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from optimizers_in_hooks import every_form
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType as TorchType
@@ -106,7 +107,8 @@ class Mixed(nn.Module):
         return x.sum()
 
 
-def sparse_and_unused(group):
+@on_ranks(2)
+def test_sparse_gradients_pass_hooks_by_and_unused_layers_do_not_stop_them(group):
     """Trains with sparse gradients and layers that some passes leave out, under stateful hooks."""
     found = []
     for skip in (False, True):
@@ -130,11 +132,7 @@ def sparse_and_unused(group):
                 optimizer.step()
             flat = nn.utils.parameters_to_vector(parallel.parameters()).detach()
             found.append(same_on_all_ranks(group, flat))
-    return found
-
-
-def test_sparse_gradients_pass_hooks_by_and_unused_layers_do_not_stop_them() -> None:
-    assert run_ranks(sparse_and_unused, 2, backend="host") == [[True] * 4] * 2
+    assert found == [True] * 4
 
 
 def broken_off(group):

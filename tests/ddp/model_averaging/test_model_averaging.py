@@ -10,6 +10,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import batch, bits, net, train
 
@@ -76,7 +77,8 @@ def test_means_of_parameters(backend) -> None:
     run_ranks(means, 3, backend=backend)
 
 
-def different_parameters(group):
+@on_ranks(2)
+def test_ranks_that_would_average_different_parameters_are_told(group):
     """Ranks have gradients of different parameters, of one size."""
     made = [nn.Parameter(torch.full((2,), float(group.rank()))) for _ in range(2)]
     made[group.rank()].grad = torch.zeros(2)
@@ -87,10 +89,6 @@ def different_parameters(group):
     assert "0: float32[2] on rank 0; absent on rank 1" in str(caught.value)
     assert "give those that are not used on all ranks one of zeros" in str(caught.value)
     assert [p.tolist() for p in made] == [[0.5] * 2] * 2
-
-
-def test_ranks_that_would_average_different_parameters_are_told() -> None:
-    run_ranks(different_parameters, 2, backend="host")
 
 
 def steps_with(averager, rank, steps):

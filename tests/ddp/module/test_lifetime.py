@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from ddp_oracle import averages
-from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives
@@ -19,7 +19,8 @@ from collectives.ddp import DistributedDataParallel, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 
-def copies(rank, size):
+@on_ranks(2, world=True)
+def test_copies_and_pickles_work_or_say_why_not(rank, size):
     world = collectives.GroupMember.WORLD
     ours = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True, find_unused_parameters=True)
     assert averages(ours, world)
@@ -45,11 +46,9 @@ def copies(rank, size):
         copy.deepcopy(ours)
 
 
-def test_copies_and_pickles_work_or_say_why_not() -> None:
-    run_world(copies, 2)
-
-
-def lifetime(group):
+@on_ranks(2)
+def test_nothing_outlives_the_wrapper(group):
+    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
     gc.collect()
     gc.disable()
     try:
@@ -70,11 +69,6 @@ def lifetime(group):
         gc.enable()
 
 
-def test_nothing_outlives_the_wrapper() -> None:
-    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
-    run_ranks(lifetime, 2, backend="host")
-
-
 class Breaking(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -85,7 +79,8 @@ class Breaking(torch.autograd.Function):
         raise ValueError("in the user's own backward")
 
 
-def forgotten(group):
+@on_ranks(2)
+def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used(group):
     """However a wrapper is used, nothing of it and of its module is there afterwards."""
 
     def use(ours, way):
@@ -130,7 +125,3 @@ def forgotten(group):
             assert [type(ref()).__name__ for ref in watched if ref() is not None] == [], way
     finally:
         gc.enable()
-
-
-def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used() -> None:
-    run_ranks(forgotten, 2, backend="host")

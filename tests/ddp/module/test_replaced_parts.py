@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import data, grads, naive_average, pair, same_averages, same_pass, told
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
@@ -130,7 +131,9 @@ def test_all_ranks_are_told_of_parameters_that_came_later_on_one(change, name, h
     check_refused(run_ranks(train_after, 2, change, (1,), options, hook, backend="host"), name, (1,))
 
 
-def wrapped_again(group, change):
+@pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
+@on_ranks(2)
+def test_a_module_that_is_wrapped_again_is_averaged(group, change):
     torch.manual_seed(0)
     ours = DistributedDataParallel(Model(), process_group=group)
     ours(data(group.rank())).sum().backward()
@@ -140,12 +143,8 @@ def wrapped_again(group, change):
     assert same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
 
 
-@pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
-def test_a_module_that_is_wrapped_again_is_averaged(change) -> None:
-    run_ranks(wrapped_again, 2, change, backend="host")
-
-
-def harmless(group):
+@on_ranks(2)
+def test_changes_that_lead_to_no_other_gradients_are_none_of_its_business(group):
     """Adds what gets no gradients, takes away what is not needed, and wraps a part once more."""
     torch.manual_seed(0)
     ours = DistributedDataParallel(Model(), process_group=group, find_unused_parameters=True)
@@ -169,11 +168,10 @@ def harmless(group):
         assert same_averages(ours, naive)
 
 
-def test_changes_that_lead_to_no_other_gradients_are_none_of_its_business() -> None:
-    run_ranks(harmless, 2, backend="host")
-
-
-def swapped(group, view, unused):
+@VIEWS
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
+@on_ranks(2)
+def test_parameters_whose_contents_are_swapped_are_averaged(group, view, unused):
     """Exchanges the contents of parameters for others, which leaves the objects the module's."""
     ours, naive = pair(group, gradient_as_bucket_view=view, find_unused_parameters=unused)
     for step in range(5):
@@ -188,12 +186,6 @@ def swapped(group, view, unused):
         assert same_averages(ours, naive)
 
 
-@VIEWS
-@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-def test_parameters_whose_contents_are_swapped_are_averaged(view, unused) -> None:
-    run_ranks(swapped, 2, view, unused, backend="host")
-
-
 def convolutions():
     return nn.Sequential(nn.Conv2d(3, 300, 3), nn.Conv2d(300, 40, 3), nn.Flatten())
 
@@ -202,7 +194,9 @@ def images(rank, step):
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def with_other_memory(group, view):
+@VIEWS
+@on_ranks(2)
+def test_parameters_may_get_other_memory(group, view):
     """Gives parameters other memory by ``.data``, as WGAN clips them, and other strides."""
     ours, naive = pair(group, convolutions, gradient_as_bucket_view=view)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9) for model in (ours, naive)]
@@ -219,12 +213,8 @@ def with_other_memory(group, view):
                 parameter.data = parameter.data.clamp(-0.01, 0.01)
 
 
-@VIEWS
-def test_parameters_may_get_other_memory(view) -> None:
-    run_ranks(with_other_memory, 2, view, backend="host")
-
-
-def strides_of_one_rank(group):
+@on_ranks(2)
+def test_gradients_in_other_strides_on_one_rank_are_averaged(group):
     """Has one rank alone lay its parameters out in channels_last, whose gradients so are, too."""
     ours, naive = pair(group, convolutions)
     for step in range(3):
@@ -236,10 +226,6 @@ def strides_of_one_rank(group):
         naive_average(naive.parameters(), group)
         pairs = zip(grads(ours.module).values(), grads(naive).values(), strict=True)
         assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in pairs)
-
-
-def test_gradients_in_other_strides_on_one_rank_are_averaged() -> None:
-    run_ranks(strides_of_one_rank, 2, backend="host")
 
 
 def converted(group, change, when, view, ranks, backend_options):
@@ -306,7 +292,9 @@ def test_another_data_type_is_refused_with_every_option(options, backend) -> Non
             assert "0.weight (float64[3, 3] instead of float32[3, 3])" in message
 
 
-def converted_after_forward(group, view):
+@VIEWS
+@on_ranks(2)
+def test_another_data_type_between_forward_and_backward_is_refused_by_name(group, view):
     ours = DistributedDataParallel(nn.Linear(3, 3), process_group=group, gradient_as_bucket_view=view)
     for step in range(2):
         loss = ours(data(group.rank(), step)).sum()
@@ -317,11 +305,9 @@ def converted_after_forward(group, view):
 
 
 @VIEWS
-def test_another_data_type_between_forward_and_backward_is_refused_by_name(view) -> None:
-    run_ranks(converted_after_forward, 2, view, backend="host")
-
-
-def wide_gradients(group, view):
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@on_ranks(2)
+def test_gradients_of_another_data_type_are_averaged_in_theirs(group, view):
     """Gives parameters of 16 bits gradients of 32, as torch allows for since 2.10."""
     torch.manual_seed(0)
     module = nn.Linear(3, 3, dtype=torch.bfloat16)
@@ -336,12 +322,6 @@ def wide_gradients(group, view):
             model(data(group.rank(), step).bfloat16()).float().square().sum().backward()
         assert same_averages(ours, naive)
     assert [parameter.grad.dtype for parameter in module.parameters()] == [torch.float32] * 2
-
-
-@VIEWS
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_gradients_of_another_data_type_are_averaged_in_theirs(view) -> None:
-    run_ranks(wide_gradients, 2, view, backend="host")
 
 
 class Buffered(nn.Module):
@@ -422,17 +402,14 @@ def test_mixed_precision_keeps_parameters_that_came_later() -> None:
     run_ranks(mixed, 2, backend="host")
 
 
-def scripted(group):
+@on_ranks(2)
+def test_scripted_modules_are_averaged(group):
     """Trains a module whose tables are no dicts."""
     ours, naive = pair(group, lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3)))
     assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
     ours.module.append(nn.Linear(3, 3))
     with pytest.raises(GradientSyncError, match=r"2\.weight|2\.bias"):
         ours(data(group.rank())).sum().backward()
-
-
-def test_scripted_modules_are_averaged() -> None:
-    run_ranks(scripted, 2, backend="host")
 
 
 class Cast(nn.Linear):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from given_gradients import same_on_all_ranks
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import batch, bits, equal_values, net, same
 
@@ -113,7 +114,10 @@ def test_the_wrapped_optimizer_may_give_parameters_other_memory(view) -> None:
     run_ranks(trained_with, 2, leave, view, OutOfPlace, {}, False, backend="host")
 
 
-def converted(group, view, dtype):
+@BUCKET_VIEWS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_parameters_may_be_converted_between_steps(group, view, dtype):
     """Converts a module between steps, all of it or one parameter, and trains on in the other data type."""
     models = [net() for _ in range(2)]
     plain = torch.optim.SGD(models[0].parameters(), lr=0.05)
@@ -134,12 +138,6 @@ def converted(group, view, dtype):
     assert all(equal_values(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(*states, strict=True))
     assert {parameter.dtype for parameter in models[1].parameters()} == {dtype}
     assert same_on_all_ranks(group, bits(models[1]))
-
-
-@BUCKET_VIEWS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_parameters_may_be_converted_between_steps(view, dtype) -> None:
-    run_ranks(converted, 2, view, dtype, backend="host")
 
 
 def replaced_state(group):
@@ -182,7 +180,8 @@ def test_state_that_is_replaced_is_the_state() -> None:
     assert after == pytest.approx({0: 9.1, 1: 9.1})
 
 
-def replaced_parameters(group):
+@on_ranks(2)
+def test_other_parameters_in_the_groups_are_refused(group):
     """Puts other parameters into the groups, which nobody owns."""
     module = nn.Linear(3, 3)
     zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, group, lr=0.1)
@@ -191,7 +190,3 @@ def replaced_parameters(group):
     words = r"parameter 0 of group 0 is another one than was dealt out.*add_param_group"
     with pytest.raises(ValueError, match=words):
         zero.step()
-
-
-def test_other_parameters_in_the_groups_are_refused() -> None:
-    run_ranks(replaced_parameters, 2, backend="host")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from given_gradients import same_on_all_ranks
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import bits, equal_states, groups_of, net, same, train
 
@@ -62,7 +63,8 @@ def test_updates_during_the_backward_pass_equal_those_after_it(world_size) -> No
     run_ranks(overlapped, world_size, backend="host")
 
 
-def low_rank(group):
+@on_ranks(2, timeout=30)
+def test_updates_during_the_backward_pass_beside_low_rank_gradients(group):
     """Trains with hooks around PowerSGD, whose futures wait for the next bucket."""
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         for hook in (powerSGD_hook, bf16_compress_wrapper(powerSGD_hook)):
@@ -81,10 +83,6 @@ def low_rank(group):
             assert state.total_numel_after_compression
 
 
-def test_updates_during_the_backward_pass_beside_low_rank_gradients() -> None:
-    run_ranks(low_rank, 2, backend="host", timeout=30)
-
-
 class Breaking(torch.optim.SGD):
     """Fails when it is told to."""
 
@@ -96,7 +94,16 @@ class Breaking(torch.optim.SGD):
         return super().step(closure)
 
 
-def failing_updates(group, where, words):
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("hook", "OSError: in the hook"),
+        ("future", "OSError: in the future"),
+        ("optimizer of one rank", "ArithmeticError: in the optimizer"),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_parameters_stay_equal_where_an_update_fails(group, where, words):
     """Checks, for both hooks, the error of the second pass and that the ranks stay equal."""
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.0001)
@@ -129,18 +136,6 @@ def failing_updates(group, where, words):
         # Changed by the buckets that did not fail, as far as the pass came.
         assert where == "hook" or not torch.equal(before, after)
         assert same_on_all_ranks(group, train(ddp, zero, group, steps=1, first=3)[-1])
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        ("hook", "OSError: in the hook"),
-        ("future", "OSError: in the future"),
-        ("optimizer of one rank", "ArithmeticError: in the optimizer"),
-    ],
-)
-def test_parameters_stay_equal_where_an_update_fails(where, words) -> None:
-    run_ranks(failing_updates, 2, where, words, backend="host", timeout=30)
 
 
 def failing_step(group):

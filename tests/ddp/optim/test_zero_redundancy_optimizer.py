@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import batch, bits, equal_states, groups_of, net, same, train
 
@@ -129,25 +130,19 @@ class ExtraArgument(torch.optim.SGD):
         extra.append(closure)
 
 
-def closures_that_cannot_be_called(group):
+@on_ranks(1)
+def test_what_cannot_be_called_goes_to_the_optimizer_as_in_torch(group):
     zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(2))], ExtraArgument, group, lr=0.1)
     zero.step(0, extra=(seen := []))
     assert seen == [0]
 
 
-def test_what_cannot_be_called_goes_to_the_optimizer_as_in_torch() -> None:
-    run_ranks(closures_that_cannot_be_called, 1, backend="host")
-
-
-def frozen_later(group):
+@on_ranks(2)
+def test_a_frozen_parameter_added_later_goes_where_there_is_least(group):
     sizes = [9, 7, 5, 3] * group.size()
     zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(n)) for n in sizes[:-1]], torch.optim.SGD, group)
     zero.add_param_group({"params": [nn.Parameter(torch.ones(sizes[-1]), requires_grad=False)]})
-    return sum(p.numel() for part in zero.optim.param_groups for p in part["params"])
-
-
-def test_a_frozen_parameter_added_later_goes_where_there_is_least() -> None:
-    assert run_ranks(frozen_later, 2, backend="host") == [24, 24]
+    assert sum(p.numel() for part in zero.optim.param_groups for p in part["params"]) == 24
 
 
 # ---- checkpoints and changes ---------------------------------------------------------------------------
@@ -208,7 +203,9 @@ def test_checkpoints_go_on_as_if_nothing_had_happened() -> None:
     run_ranks(checkpoint, 3, backend="host")
 
 
-def thawing(group, view):
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_parameter_groups_are_added_and_parameters_frozen(group, view):
     """A layer is thawed and its parameters are added later, then another one is frozen."""
     models = [DistributedDataParallel(net(), process_group=group, find_unused_parameters=True) for _ in "ab"]
     optimizers = []
@@ -239,11 +236,6 @@ def thawing(group, view):
         paths.append(path)
     assert same(*paths)
     assert [g["lr"] for g in optimizers[1].param_groups] == [0.1, 0.01, 0.1]
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_parameter_groups_are_added_and_parameters_frozen(view) -> None:
-    run_ranks(thawing, 2, view, backend="host")
 
 
 # ---- uneven inputs -------------------------------------------------------------------------------------
@@ -289,7 +281,8 @@ def test_ranks_without_inputs_update_their_part(micro) -> None:
 # ---- errors --------------------------------------------------------------------------------------------
 
 
-def refused(group):
+@on_ranks(2)
+def test_wrong_use_is_refused_and_leaves_the_optimizer_usable(group):
     sgd = torch.optim.SGD
     weight = nn.Parameter(torch.ones(2))
     ddp = DistributedDataParallel(net(), process_group=group)
@@ -322,7 +315,3 @@ def refused(group):
             call()
     train(ddp, zero, group, steps=1)
     assert len(zero.param_groups) == 1
-
-
-def test_wrong_use_is_refused_and_leaves_the_optimizer_usable() -> None:
-    run_ranks(refused, 2, backend="host")

@@ -22,6 +22,7 @@ from ddp_oracle import (
     same_pass,
 )
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
@@ -83,7 +84,9 @@ def test_buckets_launch_in_order_where_ranks_disagree_on_the_order_of_gradients(
     assert launched[0][4:8] == launched[0][8:]
 
 
-def overlapping(group, batched):
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(2)
+def test_reduction_starts_while_the_backward_pass_runs(group, batched):
     Marked.log = []
     ours, _ = pair(group, Chain, bucket_cap_mb=0.00004, batched_grad_copy=batched)
 
@@ -93,27 +96,24 @@ def overlapping(group, batched):
 
     ours.register_comm_hook(group, hook)
     ours(data(group.rank())).sum().backward()
-    return Marked.log
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_reduction_starts_while_the_backward_pass_runs(batched) -> None:
-    for log in run_ranks(overlapping, 2, batched, backend="host"):
-        assert log == [
-            "after c",
-            "launch c.bias+c.weight",
-            "after b",
-            "launch b.bias+b.weight",
-            "after a",
-            "launch a.bias+a.weight",
-        ]
+    log = Marked.log
+    assert log == [
+        "after c",
+        "launch c.bias+c.weight",
+        "after b",
+        "launch b.bias+b.weight",
+        "after a",
+        "launch a.bias+a.weight",
+    ]
 
 
 def with_batch_norm():
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
 
 
-def several_forwards(group, view):
+@VIEWS
+@on_ranks(2)
+def test_several_forwards_before_their_backward_passes(group, view):
     ours, naive = pair(group, with_batch_norm, gradient_as_bucket_view=view)
 
     def outputs(model, step, buffers=False):
@@ -145,12 +145,8 @@ def several_forwards(group, view):
     assert ours.reducer.passes == 7
 
 
-@VIEWS
-def test_several_forwards_before_their_backward_passes(view) -> None:
-    run_ranks(several_forwards, 2, view, backend="host")
-
-
-def forward_decides(group):
+@on_ranks(2)
+def test_no_sync_is_decided_when_forward_runs_and_left_on_an_exception(group):
     """What a pass does is decided by its forward, wherever the pass runs."""
     ours, naive = pair(group)
     rank = group.rank()
@@ -176,10 +172,6 @@ def forward_decides(group):
     assert ours.require_backward_grad_sync
 
 
-def test_no_sync_is_decided_when_forward_runs_and_left_on_an_exception() -> None:
-    run_ranks(forward_decides, 2, backend="host")
-
-
 class Side(nn.Module):
     """Returns nothing that needs a gradient; the loss is an attribute."""
 
@@ -192,7 +184,8 @@ class Side(nn.Module):
         return "see loss"
 
 
-def unusual_sources(group):
+@on_ranks(2)
+def test_losses_from_elsewhere_and_gradients_of_inputs(group):
     rank = group.rank()
     ours, naive = pair(group, Side)
     ours(data(rank))
@@ -229,11 +222,8 @@ def unusual_sources(group):
         assert not ours(x).requires_grad
 
 
-def test_losses_from_elsewhere_and_gradients_of_inputs() -> None:
-    run_ranks(unusual_sources, 2, backend="host")
-
-
-def temporary_module(group):
+@on_ranks(2)
+def test_a_wrapper_lives_as_long_as_its_output_needs_it(group):
     """The wrapper is given up between forward and backward."""
     torch.manual_seed(group.rank())
     module, naive = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -243,10 +233,6 @@ def temporary_module(group):
     naive(data(group.rank())).sum().backward()
     naive_average(naive.parameters(), group)
     assert equal(grads(module), grads(naive))
-
-
-def test_a_wrapper_lives_as_long_as_its_output_needs_it() -> None:
-    run_ranks(temporary_module, 2, backend="host")
 
 
 class Scaled(nn.Module):
@@ -262,7 +248,8 @@ class Scaled(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def outside_of_forward(group):
+@on_ranks(2)
+def test_static_graph_with_parameters_outside_of_forward(group):
     """Feature DP-18: parameters that take part outside of forward, with a static graph."""
     ours, naive = pair(group, Scaled, static_graph=True)
     for step in range(3):
@@ -273,11 +260,9 @@ def outside_of_forward(group):
         assert same_averages(ours, naive)
 
 
-def test_static_graph_with_parameters_outside_of_forward() -> None:
-    run_ranks(outside_of_forward, 2, backend="host")
-
-
-def double_backward(group, view):
+@VIEWS
+@on_ranks(2)
+def test_backward_that_records_a_graph(group, view):
     ours, naive = pair(group, gradient_as_bucket_view=view)
     for model in (ours, naive):
         x = data(group.rank())
@@ -290,11 +275,9 @@ def double_backward(group, view):
 
 
 @VIEWS
-def test_backward_that_records_a_graph(view) -> None:
-    run_ranks(double_backward, 2, view, backend="host")
-
-
-def hooks_of_the_user(group, view, in_place):
+@pytest.mark.parametrize("in_place", [False, True])
+@on_ranks(2)
+def test_what_hooks_of_the_user_make_of_a_gradient_is_averaged(group, view, in_place):
     """Clips each gradient as it comes, by hooks registered before and after wrapping."""
     naive = Chain()
     torch.manual_seed(5)
@@ -318,12 +301,6 @@ def hooks_of_the_user(group, view, in_place):
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(double)
         assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
-
-
-@VIEWS
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_hooks_of_the_user_make_of_a_gradient_is_averaged(view, in_place) -> None:
-    run_ranks(hooks_of_the_user, 2, view, in_place, backend="host")
 
 
 class Odd(nn.Module):

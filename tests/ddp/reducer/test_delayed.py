@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import Launches, Layers, naive_average, same_gradients, same_pass
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +69,8 @@ def test_delayed_gradients_are_one_message_that_no_hook_sees(trigger, options) -
         assert sizes[-2] == 9 + 3 + 3  # after the last bucket, before the signals
 
 
-def delayed_without_sync(group):
+@on_ranks(2)
+def test_delayed_gradients_are_averaged_under_no_sync(group):
     module, naive = Layers(), Layers()
     ours, _ = delaying(module, group, "layers.0.weight")
     parameters = dict(naive.named_parameters())
@@ -80,11 +82,8 @@ def delayed_without_sync(group):
         assert same_gradients(ours.module, naive) == []
 
 
-def test_delayed_gradients_are_averaged_under_no_sync() -> None:
-    run_ranks(delayed_without_sync, 2, backend="host")
-
-
-def launched_early(group):
+@on_ranks(2)
+def test_delayed_gradients_leave_as_soon_as_their_trigger_has_its_own(group):
     module = Layers()
     ours, _ = delaying(module, group, "layers.1.weight")
     sent = Launches(group)
@@ -93,14 +92,11 @@ def launched_early(group):
         module.layers[layer].weight.register_hook(lambda grad: before.append(len(sent.sizes)))
     with ours.no_sync():
         ours(data(group.rank())).sum().backward()
-    return before, sent.sizes
+    assert (before, sent.sizes) == ([0, 1], [15])
 
 
-def test_delayed_gradients_leave_as_soon_as_their_trigger_has_its_own() -> None:
-    assert run_ranks(launched_early, 2, backend="host") == [([0, 1], [15])] * 2
-
-
-def delayed_unused(group):
+@on_ranks(2)
+def test_delayed_gradients_that_do_not_come_are_zeros_and_no_error(group):
     module = Layers()
     ours, _ = delaying(module, group, "layers.0.weight")
     half = Layers()
@@ -109,10 +105,6 @@ def delayed_unused(group):
     half(data(group.rank()), run).sum().backward()
     naive_average(half.parameters(), group)
     assert same_gradients(module, half) == []
-
-
-def test_delayed_gradients_that_do_not_come_are_zeros_and_no_error() -> None:
-    run_ranks(delayed_unused, 2, backend="host")
 
 
 class Twice(nn.Module):
@@ -130,7 +122,8 @@ class Twice(nn.Module):
         return x
 
 
-def delayed_twice(group):
+@on_ranks(2)
+def test_delayed_gradients_that_come_twice_are_averaged_whole(group):
     module, naive = Twice(), Twice()
     weight = module.shared.weight
     ours = DistributedDataParallel(
@@ -141,10 +134,6 @@ def delayed_twice(group):
         param_to_hook_all_reduce=weight,
     )
     assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
-
-
-def test_delayed_gradients_that_come_twice_are_averaged_whole() -> None:
-    run_ranks(delayed_twice, 2, backend="host")
 
 
 def delayed_error(group):
@@ -165,17 +154,15 @@ def test_an_exception_within_backward_leaves_nobody_waiting_for_delayed_gradient
     assert (first, second) == (("GradientSyncError", 2.0), ("ZeroDivisionError", 2.0))
 
 
-def delayed_join(group):
+@on_ranks(1)
+def test_delayed_gradients_are_refused_under_join(group):
     ours, _ = delaying(Layers(), group, "layers.0.weight")
     with pytest.raises(UnsupportedOperationError, match="delay_all_reduce_named_params"), ours.join():
         pass
 
 
-def test_delayed_gradients_are_refused_under_join() -> None:
-    run_ranks(delayed_join, 1, backend="host")
-
-
-def all_delayed(group):
+@on_ranks(2)
+def test_all_parameters_may_be_delayed(group):
     module, naive = Layers(), Layers()
     named = list(module.named_parameters())
     ours = DistributedDataParallel(
@@ -190,11 +177,8 @@ def all_delayed(group):
     assert same_pass(ours, naive, data(group.rank()))
 
 
-def test_all_parameters_may_be_delayed() -> None:
-    run_ranks(all_delayed, 2, backend="host")
-
-
-def bad_delays(group):
+@on_ranks(1)
+def test_delays_that_make_no_sense_are_named(group):
     module = Layers()
     weight = module.layers[0].weight
     for delayed, trigger, words in (
@@ -206,7 +190,3 @@ def bad_delays(group):
         arguments = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": trigger}
         with pytest.raises((ValueError, TypeError), match=words):
             DistributedDataParallel(module, process_group=group, **arguments)
-
-
-def test_delays_that_make_no_sense_are_named() -> None:
-    run_ranks(bad_delays, 1, backend="host")

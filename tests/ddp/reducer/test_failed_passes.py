@@ -10,6 +10,7 @@ import pytest
 import torch
 from ddp_oracle import Chain, Marked, data, pair, same_pass
 from harness import Died, current_store, run_ranks
+from on_ranks import on_ranks
 
 from collectives import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 from collectives.ddp import GradientSyncError
@@ -130,8 +131,8 @@ def test_gradients_of_a_pass_that_was_broken_off_do_not_change_behind_the_caller
     assert changed == []
 
 
-def broken_off_with_gradients(group):
-    """Returns how many gradients a broken-off pass does not reach, and which of them it changes."""
+@on_ranks(2)
+def test_a_pass_that_was_broken_off_leaves_gradients_alone_that_it_did_not_reach(group):
 
     def boom():
         raise ValueError("between the layers")
@@ -147,13 +148,8 @@ def broken_off_with_gradients(group):
         loss.backward()
     group.allreduce([torch.ones(1)]).wait()  # behind all that the pass has sent
     changed = [name for name, p in ours.module.a.named_parameters() if not torch.equal(p.grad, kept[name])]
-    return len(kept), changed
-
-
-def test_a_pass_that_was_broken_off_leaves_gradients_alone_that_it_did_not_reach() -> None:
-    for count, changed in run_ranks(broken_off_with_gradients, 2, backend="host"):
-        assert count
-        assert changed == []
+    assert kept
+    assert changed == []
 
 
 def dying(group, options, hook):
@@ -195,7 +191,9 @@ def test_a_rank_that_does_not_come_is_a_time_out_of_the_same_pass(options, hook)
         assert "rank 1" in message
 
 
-def out_of_step(group, more):
+@pytest.mark.parametrize("more", [1, 4, 20, 35])
+@on_ranks(2)
+def test_ranks_out_of_step_learn_it_in_the_same_pass(group, more):
     parallel, _ = pair(group)
     rank = group.rank()
     parallel(data(rank)).sum().backward()
@@ -205,12 +203,7 @@ def out_of_step(group, more):
                 parallel(data(rank)).sum().backward()
     with pytest.raises(GradientSyncError, match="Ranks averaged gradients of different passes") as caught:
         parallel(data(rank)).sum().backward()
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize("more", [1, 4, 20, 35])
-def test_ranks_out_of_step_learn_it_in_the_same_pass(more):
-    for reasons in run_ranks(out_of_step, 2, more, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert reasons[0].startswith("ran 1 forwards and 0 backward passes under no_sync")
-        assert reasons[1].startswith(f"ran {1 + more} forwards and {more} backward passes under no_sync")
+    reasons = caught.value.reasons
+    assert list(reasons) == [0, 1]
+    assert reasons[0].startswith("ran 1 forwards and 0 backward passes under no_sync")
+    assert reasons[1].startswith(f"ran {1 + more} forwards and {more} backward passes under no_sync")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ddp_oracle import AVERAGE, Launches, Layers, follow, in_place_from, naive_average, same_gradients
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
@@ -95,7 +96,9 @@ def test_a_pass_that_breaks_off_where_layers_are_left_out(options) -> None:
     run_ranks(breaking, 2, options, backend="host")
 
 
-def hooked_sizes(group):
+@on_ranks(2)
+def test_a_hook_gets_whole_buckets(group):
+    """What it averages is a flat tensor of the layout that it knows."""
     ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
     sizes = []
 
@@ -109,12 +112,8 @@ def hooked_sizes(group):
     assert sizes == [48] * 3
 
 
-def test_a_hook_gets_whole_buckets() -> None:
-    """What it averages is a flat tensor of the layout that it knows."""
-    run_ranks(hooked_sizes, 2, backend="host")
-
-
-def forgotten(group):
+@on_ranks(2)
+def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped(group):
     """A forward on all layers that never gets its backward pass, before others on two of them."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
@@ -141,10 +140,6 @@ def forgotten(group):
     assert numbers[-1] in (1 + 4, 1 + 4 + 1)
 
 
-def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped() -> None:
-    run_ranks(forgotten, 2, backend="host")
-
-
 def test_a_static_graph_skips_without_looking() -> None:
     plan = [("013", "03")] * 3
     options = {"static_graph": True, "bucket_cap_mb": 0}
@@ -155,7 +150,8 @@ def test_a_static_graph_skips_without_looking() -> None:
         assert numbers[2] in (6, 7)
 
 
-def skipping_alone(group):
+@on_ranks(2)
+def test_nothing_is_searched_for_a_hook_that_does_not_communicate(group):
     """A hook that does not communicate leaves nothing to be sent."""
     ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
     ours.register_comm_hook(None, noop_hook)
@@ -163,10 +159,6 @@ def skipping_alone(group):
     for step in range(2):
         ours(data(group.rank(), step), "01").sum().backward()
     assert sent.sizes == []
-
-
-def test_nothing_is_searched_for_a_hook_that_does_not_communicate() -> None:
-    run_ranks(skipping_alone, 2, backend="host")
 
 
 def skipping_on_uneven_inputs(group):
@@ -202,7 +194,8 @@ def test_ranks_without_inputs_skip_what_the_others_do() -> None:
         assert number in (parameters, parameters + 1)
 
 
-def unreachable(group):
+@on_ranks(2)
+def test_gradients_that_forward_does_not_lead_to_are_named(group):
     """A loss that uses a layer behind the back of what forward returns."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
@@ -211,14 +204,10 @@ def unreachable(group):
     loss = out.sum() + ours.module.layers[2 + group.rank()].bias.sum()
     with pytest.raises(GradientSyncError) as caught:
         loss.backward()
-    return caught.value.reasons
-
-
-def test_gradients_that_forward_does_not_lead_to_are_named() -> None:
-    for reasons in run_ranks(unreachable, 2, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert "layers.2.bias got a gradient, but nothing that forward returned depends on it" in reasons[0]
-        assert "layers.3.bias got" in reasons[1]
+    reasons = caught.value.reasons
+    assert list(reasons) == [0, 1]
+    assert "layers.2.bias got a gradient, but nothing that forward returned depends on it" in reasons[0]
+    assert "layers.3.bias got" in reasons[1]
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------
@@ -311,7 +300,8 @@ def test_mixed_precision_equals_training_in_few_bits_naively(config, options, re
         assert (scale, count, weight) == (config.buffer_dtype or torch.float32, torch.int64, torch.float32)
 
 
-def interrupted(group):
+@on_ranks(1)
+def test_mixed_precision_and_exceptions(group):
     """Leaves parameters in their place when forward or backward raises."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16)
@@ -330,14 +320,12 @@ def interrupted(group):
         DistributedDataParallel(Layers(), process_group=group, mixed_precision=torch.float16)
 
 
-def test_mixed_precision_and_exceptions() -> None:
-    run_ranks(interrupted, 1, backend="host")
-
-
 # ---- parameters that change ------------------------------------------------------------------------------
 
 
-def changed(group, freeze):
+@pytest.mark.parametrize("freeze", [True, False])
+@on_ranks(2)
+def test_parameters_frozen_or_thawed_after_wrapping_are_named_on_all_ranks(group, freeze):
     module = Layers()
     module.layers[1].weight.requires_grad_(freeze)
     ours = DistributedDataParallel(module, process_group=group)
@@ -345,21 +333,17 @@ def changed(group, freeze):
         module.layers[1].weight.requires_grad_(not freeze)
     with pytest.raises(GradientSyncError) as caught:
         ours(data(group.rank())).sum().backward()
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize("freeze", [True, False])
-def test_parameters_frozen_or_thawed_after_wrapping_are_named_on_all_ranks(freeze) -> None:
-    for reasons in run_ranks(changed, 2, freeze, backend="host"):
-        assert list(reasons) == [1]
-        words = "needed a gradient when" if freeze else "needed no gradient when"
-        assert f"layers.1.weight {words} the module was wrapped" in reasons[1]
+    reasons = caught.value.reasons
+    assert list(reasons) == [1]
+    words = "needed a gradient when" if freeze else "needed no gradient when"
+    assert f"layers.1.weight {words} the module was wrapped" in reasons[1]
 
 
 # ---- meshes --------------------------------------------------------------------------------------------
 
 
-def over_a_mesh(group):
+@on_ranks(1, isolated=True)
+def test_a_mesh_of_one_dimension_names_the_group(group):
     import torch.distributed as dist
 
     dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
@@ -375,7 +359,3 @@ def over_a_mesh(group):
         assert sliced.process_group.size() == 1
     finally:
         dist.destroy_process_group()
-
-
-def test_a_mesh_of_one_dimension_names_the_group() -> None:
-    run_ranks(over_a_mesh, 1, backend="host", isolated=True)

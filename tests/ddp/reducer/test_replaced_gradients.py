@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import Layers, data, equal, grads, naive_average, pair, same_averages, same_pass, told
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import GradientSyncError
@@ -123,7 +124,17 @@ def test_what_stands_in_for_a_gradient_is_averaged_in_every_layout(way, cap, hoo
     run_ranks(replaced_between_passes, 2, way, True, cap, hook, backend="host")
 
 
-def replaced_by_hooks(group, way, late, view):
+@VIEWS
+@pytest.mark.parametrize(
+    ("way", "late"),
+    [
+        (halve_data, False), (clone, False), (set_to_another, False),
+        (halve_data, True), (clone, True), (take_away, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+@on_ranks(2)
+def test_what_hooks_put_in_the_place_of_a_gradient_is_averaged(group, way, late, view):
     """Replaces gradients as they come; late, after the reducer has seen them, while they are reduced."""
     ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=0 if late else None)
 
@@ -144,19 +155,6 @@ def replaced_by_hooks(group, way, late, view):
         assert same_averages(ours, naive)
 
 
-@VIEWS
-@pytest.mark.parametrize(
-    ("way", "late"),
-    [
-        (halve_data, False), (clone, False), (set_to_another, False),
-        (halve_data, True), (clone, True), (take_away, True),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
-def test_what_hooks_put_in_the_place_of_a_gradient_is_averaged(way, late, view) -> None:
-    run_ranks(replaced_by_hooks, 2, way, late, view, backend="host")
-
-
 class Optional(nn.Module):
     """Two layers, of which a call leaves out one."""
 
@@ -169,7 +167,10 @@ class Optional(nn.Module):
         return self.left_out(x) if both else x
 
 
-def replaced_unused(group, way, elsewhere):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on another rank"])
+@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_gradients_of_unused_parameters_may_be_replaced(group, way, elsewhere):
     """Leaves a layer out in every second pass, on all ranks or on rank 0, after its gradient was replaced."""
     ours, naive = pair(group, Optional, gradient_as_bucket_view=True, find_unused_parameters=True)
     for step in range(6):
@@ -186,13 +187,9 @@ def replaced_unused(group, way, elsewhere):
                         way(parameter)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on another rank"])
-@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
-def test_gradients_of_unused_parameters_may_be_replaced(way, elsewhere) -> None:
-    run_ranks(replaced_unused, 2, way, elsewhere, backend="host")
-
-
-def accumulated(group, way):
+@pytest.mark.parametrize("way", [halve_data, nan_to_num, set_to_another], ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_gradients_may_be_replaced_between_passes_that_do_not_average(group, way):
     ours, naive = pair(group, gradient_as_bucket_view=True)
     for step in range(6):
         with ours.no_sync() if step % 3 != 2 else contextlib.nullcontext():
@@ -207,12 +204,8 @@ def accumulated(group, way):
                     way(parameter)
 
 
-@pytest.mark.parametrize("way", [halve_data, nan_to_num, set_to_another], ids=lambda way: way.__name__)
-def test_gradients_may_be_replaced_between_passes_that_do_not_average(way) -> None:
-    run_ranks(accumulated, 2, way, backend="host")
-
-
-def taken_out_of_its_bucket(group):
+@on_ranks(2)
+def test_a_pass_that_broke_off_leaves_the_next_one_whole(group):
     """Breaks a pass off after gradients were replaced; the gradients of that rank stay its own."""
     ours, naive = pair(group, gradient_as_bucket_view=True)
     told = []
@@ -237,11 +230,9 @@ def taken_out_of_its_bucket(group):
     assert told == [(1, "GradientSyncError" if group.rank() else "KeyError")]
 
 
-def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
-    run_ranks(taken_out_of_its_bucket, 2, backend="host")
-
-
-def of_another_parameter(group, exchanged):
+@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "transposed"])
+@on_ranks(2)
+def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(group, exchanged):
     ours, _ = pair(
         group, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), gradient_as_bucket_view=True
     )
@@ -259,11 +250,6 @@ def of_another_parameter(group, exchanged):
     assert told(ours(data(group.rank(), 1)).square().sum()) == ""
 
 
-@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "transposed"])
-def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(exchanged) -> None:
-    run_ranks(of_another_parameter, 2, exchanged, backend="host")
-
-
 def move_buffer(group, bucket):
     buffer = bucket.buffer()
     buffer.data = buffer.data.clone()
@@ -276,16 +262,13 @@ def move_gradients(group, bucket):
     return allreduce_hook(group, bucket)
 
 
-def moved_by_a_hook(group, hook, view):
+@VIEWS
+@pytest.mark.parametrize("hook", [move_buffer, move_gradients], ids=lambda hook: hook.__name__)
+@on_ranks(2)
+def test_a_communication_hook_may_give_its_tensors_other_memory(group, hook, view):
     ours, naive = pair(group, gradient_as_bucket_view=view)
     ours.register_comm_hook(group, hook)
     assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
-
-
-@VIEWS
-@pytest.mark.parametrize("hook", [move_buffer, move_gradients], ids=lambda hook: hook.__name__)
-def test_a_communication_hook_may_give_its_tensors_other_memory(hook, view) -> None:
-    run_ranks(moved_by_a_hook, 2, hook, view, backend="host")
 
 
 def reshape_parameters(group, bucket):
@@ -295,7 +278,9 @@ def reshape_parameters(group, bucket):
     return allreduce_hook(group, bucket)
 
 
-def reshaped(group, run):
+@pytest.mark.parametrize("run", ["0123", "0"])
+@on_ranks(2)
+def test_torchs_words_on_a_gradient_that_fits_no_more_are_the_cause(group, run):
     """One rank uses all layers, and the other one those that it is told."""
     ours, _ = pair(group, Layers, gradient_as_bucket_view=True, find_unused_parameters=True)
     ours.register_comm_hook(group, reshape_parameters)
@@ -306,24 +291,16 @@ def reshaped(group, run):
     assert cause in str(caught.value)
 
 
-@pytest.mark.parametrize("run", ["0123", "0"])
-def test_torchs_words_on_a_gradient_that_fits_no_more_are_the_cause(run) -> None:
-    run_ranks(reshaped, 2, run, backend="host")
-
-
 def repeat_one(group, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer()[:1].expand(bucket.buffer().shape))
     return future
 
 
-def repeated(group):
+@on_ranks(2)
+def test_a_communication_hook_may_return_a_view_of_its_buffer_in_other_strides(group):
     ours, _ = pair(group)
     ours.register_comm_hook(group, repeat_one)
     message = told(ours(data(group.rank())).square().sum())
     values = {grad for gradient in grads(ours.module).values() for grad in gradient.flatten().tolist()}
     assert "refers to a single memory location" in message or (message == "" and len(values) == 1)
-
-
-def test_a_communication_hook_may_return_a_view_of_its_buffer_in_other_strides() -> None:
-    run_ranks(repeated, 2, backend="host")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddp_oracle import naive_average
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -153,7 +154,9 @@ def test_a_gradient_that_is_dense_on_some_ranks() -> None:
     run_ranks(tied, 2, backend="host")
 
 
-def with_hooks(group, hook):
+@pytest.mark.parametrize("hook", [allreduce_hook, noop_hook])
+@on_ranks(2)
+def test_hooks_leave_sparse_gradients_to_the_group_or_to_the_rank(group, hook):
     ours, naive = DistributedDataParallel(Lookup(True), process_group=group), Lookup(False)
     ours.register_comm_hook(group, hook)
     words = torch.tensor(WORDS[group.rank()][0])
@@ -163,11 +166,6 @@ def with_hooks(group, hook):
         naive_average(naive.parameters(), group)
     pairs = zip(ours.parameters(), naive.parameters(), strict=True)
     assert all(torch.equal(p.grad.to_dense(), q.grad) for p, q in pairs)
-
-
-@pytest.mark.parametrize("hook", [allreduce_hook, noop_hook])
-def test_hooks_leave_sparse_gradients_to_the_group_or_to_the_rank(hook) -> None:
-    run_ranks(with_hooks, 2, hook, backend="host")
 
 
 class Breaking(torch.autograd.Function):
@@ -217,14 +215,11 @@ class Custom(nn.Module):
         return self.layer(nn.functional.embedding(words, self.weight, sparse=True))
 
 
-def unexpected(group):
+@on_ranks(2)
+def test_sparse_gradients_of_other_layers_are_refused_by_name(group):
     ours = DistributedDataParallel(Custom(), process_group=group)
     with pytest.raises(GradientSyncError) as caught:
         ours(torch.tensor([group.rank()])).sum().backward()
     assert list(caught.value.reasons) == [0, 1]
     assert "the gradient of weight has layout torch.sparse_coo" in caught.value.reasons[0]
     assert "sparse=True when they were wrapped" in caught.value.reasons[0]
-
-
-def test_sparse_gradients_of_other_layers_are_refused_by_name() -> None:
-    run_ranks(unexpected, 2, backend="host")

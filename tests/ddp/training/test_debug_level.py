@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 from ddp_oracle import data, pair, same_pass
-from harness import current_store, run_ranks
+from harness import current_store
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives
@@ -16,8 +17,12 @@ from collectives.ddp import DistributedDataParallel
 OPTIONS = [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}, {"static_graph": True}]
 
 
-def compared(rank, size):
-    """Trains; then models that differ in a shape are told to all ranks."""
+@on_ranks(2, None)
+def test_what_the_wrapper_sends_is_compared(rank, size):
+    """Features DB-12 and DB-13.
+
+    Trains; then models that differ in a shape are told to all ranks.
+    """
     collectives.set_debug_level(collectives.DebugLevel.DETAIL)
     try:
         collectives.init_process_group(
@@ -35,8 +40,3 @@ def compared(rank, size):
         other(data(rank)).sum().backward()
     collectives.destroy_process_group()
     assert all(words in str(caught.value) for words in ("rank 0", "rank 1", "all_reduce"))
-
-
-def test_what_the_wrapper_sends_is_compared() -> None:
-    """Features DB-12 and DB-13."""
-    run_ranks(compared, 2)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from ddp_oracle import Chain, data, equal, grads, naive_average, pair, same_pass
-from harness import run_world
+from on_ranks import on_ranks
 
 import collectives
 from collectives.ddp import GradientSyncError
@@ -14,7 +14,8 @@ from collectives.ddp import GradientSyncError
 STEPS = 20
 
 
-def two_threads(rank, size):
+@on_ranks(2, world=True)
+def test_threads_train_models_over_groups_of_their_own(rank, size):
     """Trains two models over two groups, each by a thread of its own."""
     groups = [collectives.new_group(list(range(size))) for _ in range(2)]
     pairs = [
@@ -35,11 +36,8 @@ def two_threads(rank, size):
     assert found == [[True] * STEPS] * 2
 
 
-def test_threads_train_models_over_groups_of_their_own() -> None:
-    run_world(two_threads, 2)
-
-
-def one_pass(rank, size):
+@on_ranks(2, world=True)
+def test_two_models_in_one_pass_and_an_error_of_one_of_them(rank, size):
     """Two models in one backward pass; then all ranks leave two layers of the second one out, once."""
     group = collectives.group.WORLD
     first, naive_first = pair(group, Chain, bucket_cap_mb=0)
@@ -65,7 +63,3 @@ def one_pass(rank, size):
     for other in range(size):
         words = f"rank {other}: 4 of 6 parameters got no gradient: a.weight, a.bias, c.weight"
         assert words in str(caught.value)
-
-
-def test_two_models_in_one_pass_and_an_error_of_one_of_them() -> None:
-    run_world(one_pass, 2)

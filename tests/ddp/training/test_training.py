@@ -21,6 +21,7 @@ from ddp_oracle import (
     snapshot,
 )
 from harness import run_ranks
+from on_ranks import on_ranks
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
@@ -164,7 +165,8 @@ def test_equals_the_naive_solution_on_other_backends(other) -> None:
     assert all(differences(final, results[0][1]) == [] for _, final in results)
 
 
-def channels_last_gradients(group):
+@on_ranks(2)
+def test_gradients_keep_the_strides_that_autograd_gives_them(group):
     module = Zoo()
     model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     reference = copy.deepcopy(module)
@@ -173,10 +175,6 @@ def channels_last_gradients(group):
     strides = [[p.grad.stride() for p in m.parameters() if p.requires_grad] for m in (module, reference)]
     assert strides[0] == strides[1]
     assert [stride for stride in strides[0] if len(stride) == 4] == [(18, 1, 6, 2)]
-
-
-def test_gradients_keep_the_strides_that_autograd_gives_them() -> None:
-    run_ranks(channels_last_gradients, 2, backend="host")
 
 
 def without_checks(group):
