@@ -50,7 +50,9 @@ def parameters(rank):
     return made
 
 
-def means(group):
+@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+@on_ranks(3, asked="backend")
+def test_means_of_parameters(group):
     rank, mean = group.rank(), (group.size() - 1) / 2
     made = parameters(rank)
     before = [(p.data_ptr(), p.stride(), p.dtype) for p in made]
@@ -70,11 +72,6 @@ def means(group):
     assert outside[0][0, 0].item() == rank
     with pytest.raises(TypeError, match="int"):
         get_params_to_average([3])
-
-
-@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
-def test_means_of_parameters(backend) -> None:
-    run_ranks(means, 3, backend=backend)
 
 
 @on_ranks(2)

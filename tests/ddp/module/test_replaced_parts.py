@@ -383,7 +383,8 @@ def test_buffers_may_be_replaced_on_all_ranks_alike() -> None:
     assert "layer.1.running_mean" in first[7]
 
 
-def mixed(group):
+@on_ranks(2)
+def test_mixed_precision_keeps_parameters_that_came_later(group):
     """Loads other parameters into a model in mixed precision; they are not lost."""
     torch.manual_seed(0)
     ours = DistributedDataParallel(
@@ -396,10 +397,6 @@ def mixed(group):
     with pytest.raises(GradientSyncError, match=r"0\.weight, 0\.bias|0\.bias, 0\.weight"):
         ours(data(group.rank())).sum().backward()
     assert [p.detach().unique().tolist() for p in ours.module.parameters()] == [[5.0], [5.0]]
-
-
-def test_mixed_precision_keeps_parameters_that_came_later() -> None:
-    run_ranks(mixed, 2, backend="host")
 
 
 @on_ranks(2)

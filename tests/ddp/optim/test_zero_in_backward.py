@@ -19,7 +19,9 @@ from collectives.ddp.optim import ZeroRedundancyOptimizer
 SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 
-def overlapped(group):
+@SIZES
+@on_ranks()
+def test_updates_during_the_backward_pass_equal_those_after_it(group):
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         for shard in (False, True):
             for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
@@ -56,11 +58,6 @@ def overlapped_and_uneven(group):
     with Join([ddp, zero]):
         train(ddp, zero, group, steps=2 + group.rank())
     assert same_on_all_ranks(group, bits(ddp))
-
-
-@SIZES
-def test_updates_during_the_backward_pass_equal_those_after_it(world_size) -> None:
-    run_ranks(overlapped, world_size, backend="host")
 
 
 @on_ranks(2, timeout=30)

@@ -30,7 +30,9 @@ SIZES = pytest.mark.parametrize("world_size", [2, 3])
 # ---- training ------------------------------------------------------------------------------------------
 
 
-def compare(group):
+@SIZES
+@on_ranks()
+def test_training_equals_the_wrapped_optimizer_bit_for_bit(group):
     """Compares with the wrapped optimizer the parameters and the consolidated state."""
     for name, (kind, options) in OPTIMIZERS.items():
         for view, grouped, schedule in WAYS:
@@ -49,17 +51,9 @@ def compare(group):
             assert good, (name, view, grouped, schedule)
 
 
-@SIZES
-def test_training_equals_the_wrapped_optimizer_bit_for_bit(world_size) -> None:
-    run_ranks(compare, world_size, backend="host")
-
-
 @pytest.mark.parametrize("backend", ["gloo", "round_robin"])
-def test_training_on_other_backends(backend) -> None:
-    run_ranks(once, 2, backend=backend)
-
-
-def once(group):
+@on_ranks(2, asked="backend")
+def test_training_on_other_backends(group):
     models = [DistributedDataParallel(net(), process_group=group) for _ in range(2)]
     expected = train(models[0], torch.optim.Adam(models[0].parameters(), lr=0.01), group)
     zero = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.Adam, group, lr=0.01)
@@ -148,7 +142,8 @@ def test_a_frozen_parameter_added_later_goes_where_there_is_least(group):
 # ---- checkpoints and changes ---------------------------------------------------------------------------
 
 
-def checkpoint(group):
+@on_ranks(3)
+def test_checkpoints_go_on_as_if_nothing_had_happened(group):
     """Goes on from a checkpoint in another optimizer of both kinds as in the one that wrote it."""
     for kind, options in OPTIMIZERS.values():
         first = DistributedDataParallel(net(), process_group=group)
@@ -199,10 +194,6 @@ def share(state, group):
     return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
-def test_checkpoints_go_on_as_if_nothing_had_happened() -> None:
-    run_ranks(checkpoint, 3, backend="host")
-
-
 @pytest.mark.parametrize("view", [False, True])
 @on_ranks(2)
 def test_parameter_groups_are_added_and_parameters_frozen(group, view):
@@ -241,7 +232,9 @@ def test_parameter_groups_are_added_and_parameters_frozen(group, view):
 # ---- uneven inputs -------------------------------------------------------------------------------------
 
 
-def uneven(group, micro):
+@pytest.mark.parametrize("micro", [1, 2])
+@on_ranks(3)
+def test_ranks_without_inputs_update_their_part(group, micro):
     """Trains as the wrapped optimizer would in a loop where ranks without inputs give zeros."""
     counts = [2 * micro, 5 * micro, 3 * micro]
     ddp = DistributedDataParallel(net(), process_group=group)
@@ -271,11 +264,6 @@ def loss(ddp, x, sync, weight):
     value = ddp(x).square().mean() * weight
     ddp.require_backward_grad_sync = before
     return value
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_ranks_without_inputs_update_their_part(micro) -> None:
-    run_ranks(uneven, 3, micro, backend="host")
 
 
 # ---- errors --------------------------------------------------------------------------------------------

@@ -317,18 +317,15 @@ class Odd(nn.Module):
         return self.layer(x * self.scale) + self.first.sum() + self.last.sum()
 
 
-def odd_sizes(group, options):
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2, asked="backend")
+def test_parameters_without_elements(group, options):
     ours, naive = pair(group, Odd, **options)
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step)).square().sum().backward()
         assert same_averages(ours, naive)
-
-
-@pytest.mark.parametrize("backend_name", ["host", "gloo"])
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
-def test_parameters_without_elements(options, backend_name) -> None:
-    run_ranks(odd_sizes, 2, options, backend=backend_name)
 
 
 def under_dist_autograd(group, folder, remote):

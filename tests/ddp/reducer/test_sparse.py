@@ -141,17 +141,14 @@ class Tied(nn.Module):
         return x @ self.table.weight.t() if tied else x
 
 
-def tied(group):
+@on_ranks(2)
+def test_a_gradient_that_is_dense_on_some_ranks(group):
     ours, naive = DistributedDataParallel(Tied(True), process_group=group), Tied(False)
     words = torch.tensor([group.rank(), 1])
     for model in (ours, naive):
         weighted(model(words, group.rank() == 0), group.rank()).backward()
     naive_average(naive.parameters(), group)
     assert torch.equal(ours.module.table.weight.grad.to_dense(), naive.table.weight.grad)
-
-
-def test_a_gradient_that_is_dense_on_some_ranks() -> None:
-    run_ranks(tied, 2, backend="host")
 
 
 @pytest.mark.parametrize("hook", [allreduce_hook, noop_hook])

@@ -177,7 +177,9 @@ def test_gradients_keep_the_strides_that_autograd_gives_them(group):
     assert [stride for stride in strides[0] if len(stride) == 4] == [(18, 1, 6, 2)]
 
 
-def without_checks(group):
+@pytest.mark.parametrize("backend", ["host", "round_robin"])
+@on_ranks(2, asked="backend")
+def test_buckets_take_the_fast_path(group):
     """The group's all-reduce that checks its arguments in Python is out of reach of the second pass."""
     ours, naive = pair(group)
     ours(data(group.rank())).sum().backward()
@@ -188,8 +190,3 @@ def without_checks(group):
     group.allreduce = checked
     naive(data(group.rank(), 1)).sum().backward()
     assert same_averages(ours, naive)
-
-
-@pytest.mark.parametrize("backend", ["host", "round_robin"])
-def test_buckets_take_the_fast_path(backend) -> None:
-    run_ranks(without_checks, 2, backend=backend)
