@@ -70,12 +70,7 @@ def test_bad_arguments_are_named(group):
         ),
         (expanded, {"init_sync": False}, ValueError, "elements share their memory"),
         (stepped, {}, UnsupportedOperationError, "weight of Linear has an optimizer that steps"),
-        (
-            fine,
-            {"process_group": torch.distributed.ProcessGroup(0, 1)},
-            TypeError,
-            "a collectives.ProcessGroup",
-        ),
+        (fine, {"process_group": theirs}, TypeError, "must be a collectives.ProcessGroup"),
         (fine, {"process_group": None}, ValueError, "init_process_group"),
         (fine, {"device_ids": [0]}, ValueError, "are for modules on one device that is not the CPU"),
         (fine, {"device_ids": [0, 1]}, ValueError, "[0, 1]"),
