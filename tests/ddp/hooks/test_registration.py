@@ -8,7 +8,7 @@ import hook_zoo
 import pytest
 import torch
 from given_gradients import Given, averaged, random_gradients, same_on_all_ranks
-from harness import run_ranks, run_world
+from harness import run_ranks
 from on_ranks import on_ranks
 from optimizers_in_hooks import every_form
 from torch import nn
@@ -30,7 +30,9 @@ def mean(rank_list, step=0):
     return sum(given) / len(given)
 
 
-def by_name(rank, size):
+@on_ranks(2, world=True)
+def test_hooks_by_name(rank, size):
+    assert {kind.name for kind in DDPCommHookType} == set(TorchType.__members__)
     found = {}
     for kind in DDPCommHookType:
         parallel = DistributedDataParallel(Given(SHAPES))
@@ -51,22 +53,16 @@ def by_name(rank, size):
         register_ddp_comm_hook("ALLREDUCE", parallel)
     with pytest.raises(ValueError, match="3"):
         parallel._register_builtin_comm_hook(3)
-    return found
+    for name in ("ALLREDUCE", "POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
+        assert found[name] == 0
+    for name in ("FP16_COMPRESS", "BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"):
+        assert 0 < found[name] < 0.1
+    assert found["NOOP"] > 1
 
 
-def test_hooks_by_name() -> None:
-    assert {kind.name for kind in DDPCommHookType} == set(TorchType.__members__)
-    for found in run_world(by_name, 2):
-        for name in ("ALLREDUCE", "POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
-            assert found[name] == 0
-        for name in ("FP16_COMPRESS", "BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"):
-            assert 0 < found[name] < 0.1
-        assert found["NOOP"] > 1
-
-
-def post_local(rank, size):
+@on_ranks(4, world=True)
+def test_post_local_sgd_averages_over_a_part_later(rank, size):
     half, _ = dist.new_subgroups(2)
-    found = []
     for subgroup, again in ((half, True), (half, False)):
         parallel = DistributedDataParallel(Given(SHAPES))
         state = PostLocalSGDState(None, subgroup, start_localSGD_iter=2, post_local_gradient_allreduce=again)
@@ -75,19 +71,14 @@ def post_local(rank, size):
             result = averaged(parallel, random_gradients(SHAPES, rank, step))["m"]
             members = range(4) if step < 2 else range(rank // 2 * 2, rank // 2 * 2 + 2) if again else [rank]
             torch.testing.assert_close(result, mean(members, step))
-        found.append(state.iter)
+        assert state.iter == 4
     parallel = DistributedDataParallel(Given(SHAPES))
     parallel.register_comm_hook(PostLocalSGDState(None, None, 5), post_localSGD_hook)
     if not torch.cuda.is_available():
         with pytest.raises(GradientSyncError, match="group_size must be given"):
             averaged(parallel, random_gradients(SHAPES, rank, 0))
     loaded = pickle.loads(pickle.dumps(state))
-    found.append((loaded.iter, loaded.subgroup, loaded.start_localSGD_iter))
-    return found
-
-
-def test_post_local_sgd_averages_over_a_part_later() -> None:
-    assert run_world(post_local, 4) == [[4, 4, (4, None, 2)]] * 4
+    assert (loaded.iter, loaded.subgroup, loaded.start_localSGD_iter) == (4, None, 2)
     with pytest.raises(ValueError, match="start_localSGD_iter must be 0 or more, but is -1"):
         PostLocalSGDState(None, None, -1)
 
@@ -135,7 +126,8 @@ def test_sparse_gradients_pass_hooks_by_and_unused_layers_do_not_stop_them(group
     assert found == [True] * 4
 
 
-def broken_off(group):
+@on_ranks(2)
+def test_a_pass_broken_off_leaves_the_rounds_in_order(group):
     """A pass that an exception ends on one rank, while rounds of PowerSGD overlap; training goes on."""
     state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
     shapes = dict.fromkeys("abcd", (6, 8))
@@ -152,13 +144,9 @@ def broken_off(group):
     with pytest.raises((ArithmeticError, GradientSyncError)) as caught:
         averaged(parallel, random_gradients(shapes, group.rank(), 3))
     result = averaged(parallel, random_gradients(shapes, group.rank(), 4))["a"]
-    return type(caught.value).__name__, same_on_all_ranks(group, result), state.iter
-
-
-def test_a_pass_broken_off_leaves_the_rounds_in_order() -> None:
-    first, second = run_ranks(broken_off, 2, backend="host")
-    assert first == ("ArithmeticError", True, 5)
-    assert second == ("GradientSyncError", True, 5)
+    assert type(caught.value) is (GradientSyncError if group.rank() else ArithmeticError)
+    assert same_on_all_ranks(group, result)
+    assert state.iter == 5
 
 
 def test_a_subgroup_that_is_not_saved_is_told(caplog) -> None:
