@@ -26,10 +26,11 @@ def delaying(module, group, trigger, **options):
     parameters = dict(module.named_parameters())
     hooked = trigger if isinstance(trigger, nn.Parameter) else parameters[trigger]
     seen = []
+    names = DELAYED[:: 1 - 2 * (group.rank() % 2)]  # in whatever order a rank names them
     ours = DistributedDataParallel(
         module,
         process_group=group,
-        delay_all_reduce_named_params=[(name, parameters[name]) for name in DELAYED],
+        delay_all_reduce_named_params=[(name, parameters[name]) for name in names],
         param_to_hook_all_reduce=hooked,
         **options,
     )
