@@ -239,7 +239,23 @@ def rows(rank, seed=0):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
-def mixed(group, config, options, reentrant):
+@pytest.mark.parametrize(
+    ("config", "options", "reentrant"),
+    [
+        (_MixedPrecision(torch.bfloat16), {}, None),
+        (
+            MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+            {"gradient_as_bucket_view": True},
+            False,
+        ),
+        (MixedPrecision(torch.float16, torch.bfloat16), {"gradient_as_bucket_view": True}, None),
+        (MixedPrecision(reduce_dtype=torch.float16), {"bucket_cap_mb": 0, "batched_grad_copy": True}, None),
+        (MixedPrecision(torch.bfloat16), {"static_graph": True}, True),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_mixed_precision_equals_training_in_few_bits_naively(group, config, options, reentrant):
     module = Mixed()
     ours = DistributedDataParallel(module, process_group=group, mixed_precision=config, **options)
     naive = Mixed()
@@ -247,7 +263,7 @@ def mixed(group, config, options, reentrant):
     wire = config.reduce_dtype or param
     naive_low = copy.deepcopy(naive).to(param)
     naive_low.scale = naive_low.scale.to(config.buffer_dtype or torch.float32)
-    wrong, dtypes = [], set()
+    dtypes = set()
     for step in range(3):
         ours.zero_grad()
         naive.zero_grad()
@@ -269,35 +285,13 @@ def mixed(group, config, options, reentrant):
             p.grad = low.float()
         # A tied weight within a reentrant checkpoint comes twice, and is then added up in its own precision.
         close = functools.partial(torch.allclose, rtol=0.02, atol=0.02)
-        wrong += same_gradients(ours.module, naive, close if reentrant else torch.equal)
+        assert same_gradients(ours.module, naive, close if reentrant else torch.equal) == []
         assert all(p.dtype is p.grad.dtype is torch.float32 for p in module.parameters())
     assert all(isinstance(p, nn.Parameter) for p in module._modules["rnn"]._flat_weights)
     state = {name: value.dtype for name, value in ours.state_dict().items()}
-    return wrong, dtypes, state["module.scale"], state["module.count"], state["module.first.weight"]
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "reentrant"),
-    [
-        (_MixedPrecision(torch.bfloat16), {}, None),
-        (
-            MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
-            {"gradient_as_bucket_view": True},
-            False,
-        ),
-        (MixedPrecision(torch.float16, torch.bfloat16), {"gradient_as_bucket_view": True}, None),
-        (MixedPrecision(reduce_dtype=torch.float16), {"bucket_cap_mb": 0, "batched_grad_copy": True}, None),
-        (MixedPrecision(torch.bfloat16), {"static_graph": True}, True),
-    ],
-    ids=str,
-)
-def test_mixed_precision_equals_training_in_few_bits_naively(config, options, reentrant) -> None:
-    for wrong, dtypes, scale, count, weight in run_ranks(
-        mixed, 2, config, options, reentrant, backend="host"
-    ):
-        assert wrong == []
-        assert dtypes == {config.param_dtype or torch.float32}
-        assert (scale, count, weight) == (config.buffer_dtype or torch.float32, torch.int64, torch.float32)
+    assert dtypes == {config.param_dtype or torch.float32}
+    assert state["module.scale"] == (config.buffer_dtype or torch.float32)
+    assert (state["module.count"], state["module.first.weight"]) == (torch.int64, torch.float32)
 
 
 @on_ranks(1)
