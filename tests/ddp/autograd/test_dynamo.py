@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from harness import run_ranks
+from on_ranks import on_ranks
 from sources import SAFE_PATH
 from torch import nn
 
@@ -74,21 +75,15 @@ def compare(group, how):
     return graphs, early
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["outside", "inside"])
-def test_trains_as_without_the_compiler_and_communicates_during_backward(how):
-    for graphs, early in run_ranks(compare, 2, how, backend="host"):
-        assert graphs == 2  # one would deliver all gradients at the end
-        assert early
-
-
-def whole(group):
+@on_ranks(2)
+def test_trains_as_without_the_compiler_and_communicates_during_backward(group):
+    for how in ("outside", "inside"):
+        graphs, early = compare(group, how)
+        assert graphs == 2, how  # one would deliver all gradients at the end
+        assert early, how
     with torch._dynamo.config.patch(optimize_ddp=False):
-        return compare(group, "outside")
-
-
-def test_the_whole_graph_is_right_too():
-    assert [graphs for graphs, _ in run_ranks(whole, 2, backend="host")] == [1, 1]
+        graphs, _ = compare(group, "outside")
+        assert graphs == 1
 
 
 def train_compiled(group, how):

@@ -303,6 +303,7 @@ def test_an_interrupted_hook_is_told_to_the_others_when_its_rank_goes_on() -> No
     assert good_there
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo"])
 def test_a_rank_that_ends_after_its_hook_failed_is_lost(backend) -> None:
     (message, _), _ = run_ranks(interrupted, 2, True, backend=backend, lost={1}, isolated=True)

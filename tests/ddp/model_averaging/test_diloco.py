@@ -88,6 +88,7 @@ def plain(group):
     return flat(module), group.stats()["all_reduce"]["count"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
 def test_outer_steps_are_those_of_nesterovs_momentum(backend) -> None:
     found = run_ranks(plain, 3, backend=backend)
