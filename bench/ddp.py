@@ -106,12 +106,18 @@ from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.hooks import debugging_hooks, default_hooks
-from collectives.ddp.hooks.adaptive_hook import AdaptiveState, adaptive_hook
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
+from collectives.ddp.hooks.compression import (
+    AdaptiveState,
+    OneBitState,
+    QuantizedAllreduceState,
+    TopKState,
+    adaptive_hook,
+    one_bit_hook,
+    quantized_allreduce_hook,
+    top_k_hook,
+)
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
-from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 from collectives.ddp.model_averaging import DiLoCoAverager
 from collectives.ddp.optim import PostLocalSGDOptimizer
 from collectives.ranks.processes import RankProcesses, commands

@@ -287,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "delayed parameters": sorted(self._delayed),
+            "delayed parameters": self._delayed,
             "mixed_precision": self.mixed_precision,
             "bucket caps in bytes": self._bucket_limits,
             "buffers are sent before forward": self.forward_sync_buffers,

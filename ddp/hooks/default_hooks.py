@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from collectives import ReduceOp
 from collectives.core.work import chain
-from collectives.ddp.hooks.state import average_exactly, comm_hook, dense_buffer, group_of
+from collectives.ddp.hooks.state import after, average_exactly, comm_hook, dense_buffer, group_of
 from collectives.ddp.reducer.averaging import average, averaging_op
 from collectives.ddp.reducer.buckets import GradBucket, Hook
 
@@ -106,13 +106,11 @@ def _compressed(process_group: object, bucket: GradBucket, dtype: torch.dtype) -
     else:
         work = average(group, compressed)
 
-    @torch.no_grad()
-    def decompress(done: Future[Any]) -> torch.Tensor:
-        done.value()
+    def decompress() -> torch.Tensor:
         buffer.copy_(compressed)
         return result
 
-    return chain(work.get_future(), decompress)
+    return after(work, decompress)
 
 
 class _CastHook:

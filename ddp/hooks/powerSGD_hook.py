@@ -18,8 +18,9 @@ import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup
-from collectives.ddp.hooks.phases import PhasedState, Phases
 from collectives.ddp.hooks.state import (
+    FeedbackState,
+    Phases,
     average_exactly,
     check_integer,
     comm_hook,
@@ -37,7 +38,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _log = Log(__name__)
 
 
-class PowerSGDState(PhasedState):
+class PowerSGDState(FeedbackState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Arguments are those of torch's class. Memory is kept by parameter, so that it survives new layouts of the
@@ -80,7 +81,7 @@ class PowerSGDState(PhasedState):
     """
 
     _SETTINGS = (
-        *PhasedState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
+        *FeedbackState._SETTINGS, "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate",
         "warm_start", "orthogonalization_epsilon", "random_seed",
     )  # fmt: skip
 
@@ -224,11 +225,6 @@ def matrix_shape(parameter: torch.Tensor, numel: int) -> tuple[int, int]:
     outermost = max(range(parameter.dim()), key=lambda d: (parameter.stride(d), -d))
     rows = parameter.shape[outermost]
     return rows, numel // rows
-
-
-def _rank_of(shape: tuple[int, int], rank: int) -> int:
-    """Returns the number of columns of the factors of such a matrix."""
-    return min(*shape, rank)
 
 
 def is_worth_compressing(shape: tuple[int, int], rank: int, min_compression_rate: float) -> bool:
@@ -456,7 +452,7 @@ def _layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str
             continue
         batch = same.get(shape) if state.batch_tensors_with_same_shape else None
         if batch is None:
-            batch = same[shape] = _Batch([], [], [], shape, _rank_of(shape, state.matrix_approximation_rank))
+            batch = same[shape] = _Batch([], [], [], shape, min(*shape, state.matrix_approximation_rank))
             batches.append(batch)
         batch.keys.append(key)
         batch.covers.append([key])
@@ -471,7 +467,7 @@ def _whole_bucket(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str])
         return [], []
     side = math.isqrt(numel - 1) + 1
     shape = (side, side)
-    rank = _rank_of(shape, state.matrix_approximation_rank)
+    rank = min(side, state.matrix_approximation_rank)
     return [_Batch(["; ".join(keys)], [list(keys)], [slice(0, numel)], shape, rank)], []
 
 

@@ -2,8 +2,8 @@
 
 They round once, and need one exchange, but every rank sends its message to each other one: traffic grows
 with the number of ranks. Their state is a process group, or ``None`` for the default group, and they keep no
-errors for the next step. :mod:`collectives.ddp.hooks.quantized_allreduce_hook` does, and sends a quarter of
-float32's bytes at any number of ranks: take it for more than two.
+errors for the next step. :func:`~collectives.ddp.hooks.compression.quantized_allreduce_hook` does, and sends
+a quarter of float32's bytes at any number of ranks: take it for more than two.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ fragments that are exchanged at different steps, while the ranks train on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -81,25 +82,25 @@ class _Part:
         torch._foreach_copy_(self._own(), self._change_views)
 
 
+@dataclass
 class _Exchange:
     """The exchange of a fragment, on its way.
 
-    Args:
+    Attributes:
         fragment: number of the fragment.
         due: the step after which it ends.
         work: its messages; ``None`` where they have come.
     """
 
-    def __init__(self, fragment: int, due: int, work: Work | None) -> None:
-        self.fragment = fragment
-        self.due = due
-        self._work = work
+    fragment: int
+    due: int
+    work: Work | None
 
     def wait(self) -> None:
         """Blocks until the mean is there."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class DiLoCoAverager(ModelAverager):

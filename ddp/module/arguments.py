@@ -221,7 +221,7 @@ def check_delayed(
     delayed: Sequence[tuple[str, nn.Parameter]] | None,
     trigger: nn.Parameter | None,
 ) -> list[str]:
-    """Returns the names of the parameters whose reduction is delayed.
+    """Returns the names of the parameters whose reduction is delayed, in the order of the model's parameters.
 
     Args:
         parameters: the module's parameters by name.
@@ -246,14 +246,15 @@ def check_delayed(
         )
     if not trigger.requires_grad:
         raise ValueError("param_to_hook_all_reduce needs no gradient, so that nothing would follow it")
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    known = set(map(id, parameters.values()))
     for name, parameter in delayed:
-        if id(parameter) not in names:
+        if id(parameter) not in known:
             raise ValueError(
                 f"delay_all_reduce_named_params has {name!r}, which is no parameter of the module that is "
                 "averaged"
             )
-    return [names[id(parameter)] for _, parameter in delayed]
+    chosen = {id(parameter) for _, parameter in delayed}
+    return [name for name, parameter in parameters.items() if id(parameter) in chosen]
 
 
 def check_hook(hook: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed
-from harness import run_ranks
+from on_ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_world import run_torch
 
@@ -119,7 +119,8 @@ def test_gloo_groups_of_torch_carry_ours(debug: str) -> None:
     run_torch(over_gloo, backend="gloo", env={"TORCH_DISTRIBUTED_DEBUG": debug})
 
 
-def refused(rank: int, size: int) -> None:
+@on_ranks(1, None, isolated=True)
+def test_groups_of_other_backends_are_refused_with_the_way_out(rank: int, size: int) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     way_out = r'torch.distributed.init_process_group\("collectives"\)'
     with pytest.raises(ValueError, match=f"was initialised with 'fake': call {way_out} instead"):
@@ -129,7 +130,3 @@ def refused(rank: int, size: int) -> None:
         DistributedDataParallel(torch.nn.Linear(1, 1), process_group=world)
     with pytest.raises(TypeError, match=f"must be a collectives.ProcessGroup.*{way_out}"):
         collectives.all_reduce(torch.ones(1), group=world)
-
-
-def test_groups_of_other_backends_are_refused_with_the_way_out() -> None:
-    run_ranks(refused, 1, isolated=True)

@@ -9,13 +9,15 @@ import time
 import pytest
 import torch
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.logging_data import STATISTICS_LEVEL
 
 
-def facts(group):
+@on_ranks(2)
+def test_logging_data(group):
     ours = DistributedDataParallel(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3).double()), process_group=group, bucket_cap_mb=0.00001
     )
@@ -39,7 +41,50 @@ def facts(group):
     ours._set_ddp_runtime_logging_sample_rate(1)
     ours(torch.ones(1, 2)).sum().backward()
     assert ours._get_ddp_logging_data()["forward_compute_time_start"] > last
-    return before, after
+    expected = {
+        "world_size": 2,
+        "rank": group.rank(),
+        "backend_name": "host",
+        "module_name": "Sequential",
+        "dtypes": "double, float",
+        "num_parameter_tensors": 4,
+        "total_parameter_size_bytes": 24 + 72,
+        "bucket_sizes": "24, 48, 24",
+        "bucket_cap_bytes": 10,
+        "iteration": 0,
+        "can_set_static_graph": False,
+        "has_rebuilt_buckets": 0,
+        "unused_parameter_size": 0,
+        "output_device": -1,
+        "broadcast_buffers": 1,
+    }
+    assert expected.items() <= before.items()
+    changes = {
+        "iteration": 2,
+        "can_set_static_graph": True,
+        "has_rebuilt_buckets": 1,
+        "prev_iteration_grad_ready_order_indices": "3, 2, 1, 0",
+        "rebuilt_bucket_sizes": "24, 48, 24",
+        "rebuilt_per_bucket_param_indices": "3, 2, 1 0",
+    }
+    assert changes.items() <= after.items()
+    assert before["avg_forward_compute_time"] == before["avg_backward_exposed_comm_time"] == 0
+    assert "forward_compute_time" not in before
+    comm, overlap = after["backward_comm_time"], after["backward_compute_comm_overlap_time"]
+    assert after["backward_exposed_comm_time"] + overlap == comm > 0
+    moments = [
+        after[f"{name}_time_{end}"]
+        for name, end in (
+            ("forward_compute", "start"), ("backward_compute", "start"), ("backward_compute", "end"),
+            ("backward_comm", "end"),
+        )
+    ]  # fmt: skip
+    assert moments == sorted(moments)
+    assert abs(moments[0] / 1e9 - time.time()) < 600
+    assert after["backward_compute_time"] == moments[2] - moments[1]
+    assert 0 < after["forward_compute_time"] <= moments[1] - moments[0]
+    averages = [after[f"avg_{name}_time"] for name in ("forward_compute", "backward_compute")]
+    assert all(average > 0 for average in averages)
 
 
 def threads(group):
@@ -53,54 +98,6 @@ def test_threads_of_gloo() -> None:
             assert data["gloo_num_threads"] == count
     (data,) = run_ranks(threads, 1, backend="host")
     assert "gloo_num_threads" not in data
-
-
-def test_logging_data() -> None:
-    for rank, (before, after) in enumerate(run_ranks(facts, 2, backend="host")):
-        expected = {
-            "world_size": 2,
-            "rank": rank,
-            "backend_name": "host",
-            "module_name": "Sequential",
-            "dtypes": "double, float",
-            "num_parameter_tensors": 4,
-            "total_parameter_size_bytes": 24 + 72,
-            "bucket_sizes": "24, 48, 24",
-            "bucket_cap_bytes": 10,
-            "iteration": 0,
-            "can_set_static_graph": False,
-            "has_rebuilt_buckets": 0,
-            "unused_parameter_size": 0,
-            "output_device": -1,
-            "broadcast_buffers": 1,
-        }
-        assert expected.items() <= before.items()
-        changes = {
-            "iteration": 2,
-            "can_set_static_graph": True,
-            "has_rebuilt_buckets": 1,
-            "prev_iteration_grad_ready_order_indices": "3, 2, 1, 0",
-            "rebuilt_bucket_sizes": "24, 48, 24",
-            "rebuilt_per_bucket_param_indices": "3, 2, 1 0",
-        }
-        assert changes.items() <= after.items()
-        assert before["avg_forward_compute_time"] == before["avg_backward_exposed_comm_time"] == 0
-        assert "forward_compute_time" not in before
-        comm, overlap = after["backward_comm_time"], after["backward_compute_comm_overlap_time"]
-        assert after["backward_exposed_comm_time"] + overlap == comm > 0
-        moments = [
-            after[f"{name}_time_{end}"]
-            for name, end in (
-                ("forward_compute", "start"), ("backward_compute", "start"), ("backward_compute", "end"),
-                ("backward_comm", "end"),
-            )
-        ]  # fmt: skip
-        assert moments == sorted(moments)
-        assert abs(moments[0] / 1e9 - time.time()) < 600
-        assert after["backward_compute_time"] == moments[2] - moments[1]
-        assert 0 < after["forward_compute_time"] <= moments[1] - moments[0]
-        averages = [after[f"avg_{name}_time"] for name in ("forward_compute", "backward_compute")]
-        assert all(average > 0 for average in averages)
 
 
 def logged(group, level):

@@ -26,7 +26,7 @@ from collectives.backends.nccl.libnccl import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.core import quantized
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
+from collectives.ddp.hooks.compression import QuantizedAllreduceState, quantized_allreduce_hook
 from collectives.registry.backends import GroupOptions
 from collectives.registry.by_device import ProcessGroupByDevice
 

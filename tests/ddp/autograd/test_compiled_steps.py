@@ -7,6 +7,7 @@ import torch
 from compiled_programs import compare_compiled
 from harness import run_world
 from hook_zoo import HOOKS
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives as dist
@@ -209,7 +210,10 @@ def test_every_step_trains_as_without_the_compiler(backend, compiler, names) -> 
     assert run_world(run, 2, names, compiler, backend=backend, timeout=240) == [{}] * 2
 
 
-def compiled_autograd(rank, size):
+@pytest.mark.full
+@on_ranks(2, world=True)
+def test_compiled_autograd_is_refused(rank, size):
+    """It would leave gradients this rank's own."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(compiled_autograd=True):
@@ -217,11 +221,4 @@ def compiled_autograd(rank, size):
         with pytest.raises(RuntimeError, match="compiled autograd tells nobody") as raised:
             step(torch.ones(4))
     torch._dynamo.reset()
-    return str(raised.value)
-
-
-@pytest.mark.full
-def test_compiled_autograd_is_refused() -> None:
-    """It would leave gradients this rank's own."""
-    for rank, message in enumerate(run_world(compiled_autograd, 2)):
-        assert message.startswith(f"[rank {rank}] DistributedDataParallel(Sequential): ")
+    assert str(raised.value).startswith(f"[rank {rank}] DistributedDataParallel(Sequential): ")

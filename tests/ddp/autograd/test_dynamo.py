@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 from harness import run_ranks
+from on_ranks import on_ranks
 from sources import SAFE_PATH
 from torch import nn
 
-from collectives.ddp import DistributedDataParallel, SyncBatchNorm
+from collectives.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -37,7 +38,7 @@ class Net(nn.Module):
         return x
 
 
-def train(group, how, norm, backend=None, **options):
+def train(group, how, norm, backend=None):
     """Returns the parameters after some steps, the number of graphs, and whether it overlapped."""
     torch._dynamo.reset()
     from torch._dynamo.backends.debugging import aot_eager
@@ -52,7 +53,7 @@ def train(group, how, norm, backend=None, **options):
     torch.manual_seed(0)
     module = Net(norm)
     inner = compiled(module) if how == "inside" else module
-    model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.1, **options)
+    model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.1)
     if how == "outside":
         model = compiled(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -66,42 +67,23 @@ def train(group, how, norm, backend=None, **options):
     return nn.utils.parameters_to_vector(module.parameters()).detach(), len(graphs), early
 
 
-def compare(group, how, communicates=False, **options):
-    def norm():
-        return SyncBatchNorm(WIDTH, process_group=group) if communicates else nn.Identity()
-
-    expected, none, _ = train(group, "never", norm(), **options)
+def compare(group, how):
+    expected, none, _ = train(group, "never", nn.Identity())
     assert none == 0
-    found, graphs, early = train(group, how, norm(), **options)
+    found, graphs, early = train(group, how, nn.Identity())
     assert torch.equal(found, expected), (found - expected).abs().max()
     return graphs, early
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["outside", "inside"])
-def test_trains_as_without_the_compiler_and_communicates_during_backward(how):
-    for graphs, early in run_ranks(compare, 2, how, backend="host"):
-        assert graphs == 2  # one would deliver all gradients at the end
-        assert early
-
-
-@pytest.mark.full
-def test_with_other_options_and_layers_that_communicate():
-    for graphs, _ in run_ranks(compare_more, 2, backend="host"):
-        assert graphs >= 2
-
-
-def compare_more(group):
-    return compare(group, "outside", True, find_unused_parameters=True, gradient_as_bucket_view=True)
-
-
-def whole(group):
+@on_ranks(2)
+def test_trains_as_without_the_compiler_and_communicates_during_backward(group):
+    for how in ("outside", "inside"):
+        graphs, early = compare(group, how)
+        assert graphs == 2, how  # one would deliver all gradients at the end
+        assert early, how
     with torch._dynamo.config.patch(optimize_ddp=False):
-        return compare(group, "outside")
-
-
-def test_the_whole_graph_is_right_too():
-    assert [graphs for graphs, _ in run_ranks(whole, 2, backend="host")] == [1, 1]
+        graphs, _ = compare(group, "outside")
+        assert graphs == 1
 
 
 def train_compiled(group, how):

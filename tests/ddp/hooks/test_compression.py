@@ -8,22 +8,32 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from given_gradients import Given, averaged, random_gradients
+from given_gradients import Given, averaged, gathered, random_gradients, same_on_all_ranks
 from harness import run_ranks
+from on_ranks import on_ranks
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
-from collectives.ddp.hooks.adaptive_hook import LEVELS, AdaptiveState, adaptive_hook
-from collectives.ddp.hooks.compression import Affine, LargestElements, OfEach, Signs
+from collectives.ddp.hooks.compression import (
+    LEVELS,
+    AdaptiveState,
+    Affine,
+    LargestElements,
+    OneBitState,
+    QuantizedAllreduceState,
+    Signs,
+    TopKState,
+    adaptive_hook,
+    one_bit_hook,
+    quantized_allreduce_hook,
+    top_k_hook,
+)
 from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
-from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 
 SHAPES = {"m": (40, 30), "bias": (7,), "scale": (), "none": (0, 3)}
 SIZES = [1, 7, 8, 513, 5000]
@@ -76,10 +86,9 @@ def test_small_values_of_one_sign_keep_their_mean_beside_large_ones_of_the_other
 def test_tensors_of_different_scales_do_not_share_their_means() -> None:
     sizes = [3, 0, 100, 64, 1]
     values = torch.cat([numbers(size) * 10.0**n for n, size in enumerate(sizes)])
-    codec = Signs(64)
-    found = decoded(OfEach(codec, sizes), values).split(sizes)
+    found = decoded(Signs(64, sizes), values).split(sizes)
     for part, its in zip(values.split(sizes), found, strict=True):
-        assert torch.equal(its, decoded(codec, part) if part.numel() else part)
+        assert torch.equal(its, decoded(Signs(64), part) if part.numel() else part)
 
 
 @pytest.mark.parametrize("size", [*SIZES, 200_000])
@@ -98,6 +107,13 @@ def test_the_largest_elements_arrive_exactly(size, ratio) -> None:
     assert int((decoded(codec, equal) != 0).sum()) == count
 
 
+def low_rank(group):
+    """The state after a warm-up, so that the first iteration compresses."""
+    state = PowerSGDState(group, 20, start_powerSGD_iter=2, min_compression_rate=0.5)
+    state.iter = 2
+    return state
+
+
 def float8(group):
     return QuantizedAllreduceState(group, dtype=torch.float8_e4m3fn, block=100)
 
@@ -110,6 +126,7 @@ HOOKS = {
     "one bit": (lambda group: OneBitState(group, block=64), one_bit_hook, 0.8),
     "top k": (lambda group: TopKState(group, 0.05), top_k_hook, 0.95),
     "adaptive": (lambda group: AdaptiveState(group, interval=2), adaptive_hook, 0.6),
+    "low rank": (low_rank, powerSGD_hook, 0.9),
 }
 
 
@@ -119,12 +136,6 @@ def wrapped(group, name, wrapper=None, dtype=torch.float32, **options):
     parallel = DistributedDataParallel(Given(SHAPES, dtype), process_group=group, **options)
     parallel.register_comm_hook(state, hook if wrapper is None else wrapper(hook))
     return parallel, state
-
-
-def same_on_all_ranks(group, tensor):
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather(found, tensor).wait()
-    return all(torch.equal(tensor, other) for other in found)
 
 
 def each_hook(group):
@@ -142,8 +153,7 @@ def each_hook(group):
                 total += result["m"]
                 truth += sum(given) / group.size()
                 if before:  # what all ranks left out, and what came out, is what went in
-                    rest = [torch.empty(1200) for _ in range(group.size())]
-                    group.allgather(rest, state.error_dict["m"] - before["m"]).wait()
+                    rest = gathered(group, state.error_dict["m"] - before["m"])
                     kept = result["m"].flatten() + sum(rest) / group.size()
                     mean = (sum(given) / group.size()).flatten()
                     torch.testing.assert_close(kept, mean, rtol=1e-4, atol=1e-5)
@@ -160,7 +170,8 @@ def test_each_hook_averages_in_the_long_run(backend, ranks) -> None:
             assert 0 < total < HOOKS[name][2], (name, last, total)
 
 
-def other_types(group):
+@on_ranks(2)
+def test_other_data_types(group):
     found = {}
     for name in HOOKS:
         parallel, _ = wrapped(group, name, bf16_compress_wrapper)
@@ -172,16 +183,11 @@ def other_types(group):
         both = [random_gradients(SHAPES, rank, 0, torch.complex64)["m"] for rank in range(2)]
         distance = (result["m"] - sum(both) / 2).norm() / sum(both).norm()
         found[name, "complex"] = float(distance) < 0.7 and bool(result["m"].imag.any())
-    return found
+    assert all(found.values()), found
 
 
-def test_other_data_types() -> None:
-    for found in run_ranks(other_types, 2, backend="host"):
-        assert all(found.values()), found
-
-
-def overflow(group):
-    found = {}
+@on_ranks(2)
+def test_an_overflow_is_passed_on_once(group):
     for name in HOOKS:
         parallel, _ = wrapped(group, name)
         averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
@@ -190,16 +196,12 @@ def overflow(group):
             gradients["m"][2, 3] = torch.nan
         bad = averaged(parallel, gradients)
         good = averaged(parallel, random_gradients(SHAPES, group.rank(), 2))
-        found[name] = bool(bad["m"].isfinite().all()), all(bool(t.isfinite().all()) for t in good.values())
-    return found
+        assert not bad["m"].isfinite().all(), name
+        assert all(t.isfinite().all() for t in good.values()), name
 
 
-def test_an_overflow_is_passed_on_once() -> None:
-    for found in run_ranks(overflow, 2, backend="host"):
-        assert all(value == (False, True) for value in found.values()), found
-
-
-def beyond_the_message(group):
+@on_ranks(2)
+def test_what_a_message_cannot_hold_leaves_nothing_behind(group):
     """Finite gradients that are infinite in a message of float32, or in a sum on the way to it."""
     found = {}
     for name in HOOKS:
@@ -214,17 +216,12 @@ def beyond_the_message(group):
                 result = averaged(parallel, given)
             finite = [t.isfinite().all() for t in (*result.values(), *state.error_dict.values())]
             found[name, str(dtype)] = bool(torch.stack(finite).all())
-    return found
+    assert len(found) == 12
+    assert all(found.values()), found
 
 
-def test_what_a_message_cannot_hold_leaves_nothing_behind() -> None:
-    for found in run_ranks(beyond_the_message, 2, backend="host"):
-        assert len(found) == 10
-        assert all(found.values()), found
-
-
-def goes_on_with_another_model(group):
-    """Returns whether errors go on in another data type, and how another shape is refused."""
+@on_ranks(2)
+def test_a_state_goes_on_in_another_data_type_and_refuses_another_model(group):
     found = {}
     for name in ("int8", "one bit", "top k", "adaptive"):
         parallel, state = wrapped(group, name)
@@ -241,13 +238,8 @@ def goes_on_with_another_model(group):
         with pytest.raises(GradientSyncError) as caught:
             averaged(other, random_gradients({**SHAPES, "m": (41, 30)}, group.rank(), 0))
         found[name] = str(caught.value)
-    return found
-
-
-def test_a_state_goes_on_in_another_data_type_and_refuses_another_model() -> None:
-    for found in run_ranks(goes_on_with_another_model, 2, backend="host"):
-        for message in found.values():
-            assert "an error of 1200 elements for m, whose gradient has 1230" in message
+    for message in found.values():
+        assert "an error of 1200 elements for m, whose gradient has 1230" in message
 
 
 def adapt(group):
@@ -294,7 +286,11 @@ def test_among_many_ranks_messages_that_are_reduced_in_parts_are_cheaper(ranks, 
     assert run_ranks(level_among_many, ranks, backend="host") == [[level]] * ranks
 
 
-def alone(group, make, hook):
+@pytest.mark.parametrize(
+    ("make", "hook"), [(QuantizedAllreduceState, quantized_allreduce_hook), (OneBitState, one_bit_hook)]
+)
+@on_ranks(1)
+def test_one_rank_alone_rounds_nothing(group, make, hook):
     parallel = DistributedDataParallel(torch.nn.Linear(63, 65), process_group=group)
     parallel.register_comm_hook(make(group), hook)
     inputs = torch.randn(5, 63)
@@ -302,13 +298,6 @@ def alone(group, make, hook):
     found = [p.grad.clone() for p in parallel.parameters()]
     parallel.module(inputs).square().sum().backward()
     assert all(torch.equal(2 * one, p.grad) for one, p in zip(found, parallel.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("make", "hook"), [(QuantizedAllreduceState, quantized_allreduce_hook), (OneBitState, one_bit_hook)]
-)
-def test_one_rank_alone_rounds_nothing(make, hook) -> None:
-    run_ranks(alone, 1, make, hook, backend="host")
 
 
 def only_one_rank_has_outliers(group):
@@ -350,7 +339,8 @@ def test_looks_at_gradients_that_say_nothing_are_taken_again() -> None:
     assert run_ranks(looks, 2, "overflow", backend="host") == [[None, None, None, *["4 bits"] * 2]] * 2
 
 
-def warm_up(group):
+@on_ranks(2)
+def test_the_first_iterations_average_exactly(group):
     found = {}
     for make, hook in (
         (lambda: QuantizedAllreduceState(group, start_iter=2), quantized_allreduce_hook),
@@ -366,43 +356,48 @@ def warm_up(group):
             given = [random_gradients(SHAPES, rank, step)["m"] for rank in range(2)]
             exact.append(torch.equal(result, (given[0] + given[1]) / 2))
         found[hook.__name__] = exact
-    return found
+    assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
+    assert found["quantized_allreduce_hook"] == [True, True, False, False]
+    assert found["adaptive_hook"] == [True, True, True, False]
 
 
-def test_the_first_iterations_average_exactly() -> None:
-    for found in run_ranks(warm_up, 2, backend="host"):
-        assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
-        assert found["quantized_allreduce_hook"] == [True, True, False, False]
-        assert found["adaptive_hook"] == [True, True, True, False]
-
-
-def different_states(group):
+@on_ranks(2)
+def test_states_that_differ_are_refused_on_all_ranks(group):
     """A setting that is true is written in two ways, which does not make the states different."""
-    parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
-    rank = group.rank()
-    state = TopKState(group, ratio=0.1 * (rank + 1), start_iter=rank, use_error_feedback=[True, 1][rank])
-    parallel.register_comm_hook(state, top_k_hook)
-    with pytest.raises(GradientSyncError) as caught:
-        averaged(parallel, random_gradients(SHAPES, rank, 0))
-    return str(caught.value)
-
-
-def test_states_that_differ_are_refused_on_all_ranks() -> None:
-    for message in run_ranks(different_states, 2, backend="host"):
-        reasons = [line for line in message.splitlines() if line.startswith("  rank ")]
+    rank, number = group.rank(), group.rank() + 1
+    dtype = [torch.int8, torch.float8_e4m3fn][rank]
+    top_k = TopKState(group, 0.1 * number, rank, use_error_feedback=[True, 1][rank])
+    for state, hook, *words in (
+        (top_k, top_k_hook, "start_iter: 0 on rank 0; 1 on rank 1", "ratio: 0.1 on rank 0; 0.2 on rank 1"),
+        (
+            QuantizedAllreduceState(group, dtype=dtype, block=64 * number), quantized_allreduce_hook,
+            "dtype: torch.int8 on rank 0; torch.float8_e4m3fn on rank 1",
+            "block: 64 on rank 0; 128 on rank 1",
+        ),
+        (OneBitState(group, block=8 * number), one_bit_hook, "block: 8 on rank 0; 16 on rank 1"),
+        (AdaptiveState(group, 0.1 * number), adaptive_hook, "tolerance: 0.1 on rank 0; 0.2 on rank 1"),
+        (AdaptiveState(group, interval=number), adaptive_hook, "interval: 1 on rank 0; 2 on rank 1"),
+    ):  # fmt: skip
+        parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
+        parallel.register_comm_hook(state, hook)
+        with pytest.raises(GradientSyncError) as caught:
+            averaged(parallel, random_gradients(SHAPES, rank, 0))
+        reasons = list(caught.value.reasons.values())
         assert len(reasons) == 2
         for reason in reasons:
-            assert "TopKState over host group" in reason
-            assert "start_iter: 0 on rank 0; 1 on rank 1; ratio: 0.1 on rank 0; 0.2 on rank 1" in reason
+            assert f"{type(state).__name__} over host group" in reason
+            assert all(part in reason for part in words), reason
             assert "use_error_feedback" not in reason
 
 
-def power(group):
-    return PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
-
-
-def resized(group, make, hook):
-    """A parameter gets another size on one rank; returns what is told of its gradient."""
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [(TopKState, top_k_hook), (AdaptiveState, adaptive_hook), (low_rank, powerSGD_hook)],
+    ids=["top k", "adaptive", "PowerSGD"],
+)
+@on_ranks(2)
+def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(group, make, hook):
+    """A parameter gets another size on one rank."""
     parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
     parallel.register_comm_hook(make(group), hook)
     given = random_gradients(SHAPES, group.rank(), 0)
@@ -412,20 +407,11 @@ def resized(group, make, hook):
         parallel.module.bias.data = torch.zeros(5, 7)
     with pytest.raises(GradientSyncError) as caught:
         averaged(parallel, given)
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize(
-    ("make", "hook"),
-    [(TopKState, top_k_hook), (AdaptiveState, adaptive_hook), (power, powerSGD_hook)],
-    ids=["top k", "adaptive", "PowerSGD"],
-)
-def test_a_gradient_of_another_size_than_its_error_is_refused_by_name(make, hook) -> None:
-    for reasons in run_ranks(resized, 2, make, hook, backend="host"):
-        assert reasons.keys() == {1}
-        assert "the gradient of bias could not be put into its bucket" in reasons[1]
-        assert "bias (float32[5, 7] instead of float32[7])" in reasons[1]
-        assert "another model" not in reasons[1]
+    reasons = caught.value.reasons
+    assert reasons.keys() == {1}
+    assert "the gradient of bias could not be put into its bucket" in reasons[1]
+    assert "bias (float32[5, 7] instead of float32[7])" in reasons[1]
+    assert "another model" not in reasons[1]
 
 
 @pytest.mark.parametrize(
@@ -466,7 +452,8 @@ def test_settings_that_are_no_integers_are_refused(make) -> None:
         make()
 
 
-def levels_of_new_buckets(group):
+@on_ranks(2)
+def test_levels_of_buckets_that_are_gone_are_forgotten(group):
     """A state goes on with the same parameters in other buckets."""
     shapes = dict.fromkeys("abcd", (16, 16))
     state = AdaptiveState(group)
@@ -475,14 +462,12 @@ def levels_of_new_buckets(group):
         parallel.register_comm_hook(state, adaptive_hook)
         for step in range(3):
             averaged(parallel, random_gradients(shapes, group.rank(), step))
-    return sorted(name for keys in state.levels for name in keys)
+    assert sorted(name for keys in state.levels for name in keys) == list("abcd")
 
 
-def test_levels_of_buckets_that_are_gone_are_forgotten() -> None:
-    assert run_ranks(levels_of_new_buckets, 2, backend="host") == [list("abcd")] * 2
-
-
-def nothing_is_lost(group, dtype):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@on_ranks(3)
+def test_what_a_quantized_all_reduce_leaves_out_survives_new_buckets_and_checkpoints(group, dtype):
     """What came out, and the errors that went through new buckets and checkpoints, are what went in."""
     shapes = {name: (n, 40) for n, name in enumerate("abcdefgh", 1)}
     state = QuantizedAllreduceState(group, dtype=dtype, block=64)
@@ -506,23 +491,6 @@ def nothing_is_lost(group, dtype):
         group.allreduce(error).wait()
         assert error.any()
         torch.testing.assert_close(total[name] + error / group.size(), truth[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_what_a_quantized_all_reduce_leaves_out_survives_new_buckets_and_checkpoints(dtype) -> None:
-    run_ranks(nothing_is_lost, 3, dtype, backend="host")
-
-
-def unlike_states(group):
-    parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
-    state = QuantizedAllreduceState(group, dtype=[torch.int8, torch.float8_e4m3fn][group.rank()])
-    parallel.register_comm_hook(state, quantized_allreduce_hook)
-    with pytest.raises(GradientSyncError, match=r"dtype: torch\.int8 on rank 0; torch\.float8_e4m3fn on"):
-        averaged(parallel, random_gradients(SHAPES, 0, 0))
-
-
-def test_ranks_that_quantize_in_other_ways_are_refused() -> None:
-    run_ranks(unlike_states, 2, backend="host")
 
 
 def test_the_largest_elements_hold_what_is_not_a_number() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_oracle import Chain, Marked, data, pair, same_pass
 from failing_hooks import HOOKS, OWN, TORCHS, WHERE
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch_world import run_torch
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError, Join
@@ -67,14 +68,17 @@ class FailsOnce:
         return allreduce_hook(self.group, bucket)
 
 
-def uneven(group, culprit):
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+@on_ranks(2, asked="backend")
+def test_a_hook_may_fail_where_inputs_are_uneven(group, culprit):
     """A hook fails where one rank has run out of inputs, perhaps on that one."""
     ours, naive = pair(group, bucket_cap_mb=0)
     ours.register_comm_hook(None, FailsOnce(group, 4 * 3 + 2 if group.rank() == culprit else 0))
     with pytest.raises(GradientSyncError) as caught:
         run_out(ours, 2 + 3 * group.rank())
     assert set(caught.value.reasons) == {culprit}
-    return same_pass(ours, naive, data(group.rank()))
+    assert same_pass(ours, naive, data(group.rank()))
 
 
 def run_out(ours, passes):
@@ -83,13 +87,12 @@ def run_out(ours, passes):
             ours(data(ours.process_group.rank(), step)).sum().backward()
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str
+)
 @pytest.mark.parametrize("backend", ["host", "gloo"])
-def test_a_hook_may_fail_where_inputs_are_uneven(culprit, backend) -> None:
-    assert run_ranks(uneven, 2, culprit, backend=backend) == [True, True]
-
-
-def beside_an_exception(group, options):
+@on_ranks(3, asked="backend")
+def test_a_hook_may_fail_beside_another_ranks_exception(group, options):
     """The user's own backward raises on one rank, and the hook on another one, in the same pass."""
     Marked.log = []
     ours, naive = pair(group, Chain, bucket_cap_mb=0, **options)
@@ -97,18 +100,15 @@ def beside_an_exception(group, options):
     kind = ValueError if group.rank() == 0 else GradientSyncError
     with pytest.raises(kind):
         ours(data(group.rank()), ("boom" if group.rank() == 0 else "x", "x", "x")).sum().backward()
-    return same_pass(ours, naive, data(group.rank()))
+    assert same_pass(ours, naive, data(group.rank()))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str
-)
-@pytest.mark.parametrize("backend", ["host", "gloo"])
-def test_a_hook_may_fail_beside_another_ranks_exception(options, backend) -> None:
-    assert run_ranks(beside_an_exception, 3, options, backend=backend) == [True] * 3
-
-
-def in_the_last_pass(group, sends, at_fault):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("at_fault", [{1}, {0, 2}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "sends nothing"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(3, asked="backend")
+def test_a_hook_may_fail_in_the_last_pass_and_on_several_ranks(group, sends, at_fault):
     """A hook that may send nothing fails on some ranks, and no pass follows; the group is usable still."""
     module = DistributedDataParallel(Chain(), process_group=group, bucket_cap_mb=0)
     fails_now = False
@@ -126,17 +126,8 @@ def in_the_last_pass(group, sends, at_fault):
         loss.backward()
     total = torch.ones(3)
     group.allreduce([total]).wait()
-    return set(caught.value.reasons), str(caught.value), total.tolist()
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("at_fault", [{1}, {0, 2}, {0, 1, 2}], ids=str)
-@pytest.mark.parametrize("sends", [True, False], ids=["sends", "sends nothing"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_hook_may_fail_in_the_last_pass_and_on_several_ranks(backend, sends, at_fault) -> None:
-    for ranks, message, total in run_ranks(in_the_last_pass, 3, sends, at_fault, backend=backend):
-        assert ranks == at_fault
-        for rank in at_fault:
-            assert f"rank {rank}: its communication hook hook failed on bucket 0" in message
-            assert f"KeyError: 'on rank {rank}'" in message
-        assert total == [3.0] * 3
+    assert total.tolist() == [3.0] * 3
+    assert set(caught.value.reasons) == at_fault
+    for rank in at_fault:
+        assert f"rank {rank}: its communication hook hook failed on bucket 0" in str(caught.value)
+        assert f"KeyError: 'on rank {rank}'" in str(caught.value)

@@ -182,6 +182,7 @@ def test_ranks_that_wait_in_another_group_of_the_hook_are_freed(find, where, siz
         assert all(map(torch.equal, parameters, ranks[0]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_is_freed_that_waits_in_a_group_which_the_failed_one_never_used(backend) -> None:
     run_world(over_another_group, 2, in_globals, "before", KeyError, backend=backend)
@@ -280,6 +281,7 @@ def in_torchs_world(rank, size, where):
     return train(resolve_group(torch.distributed.group.WORLD), make, where)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["before", "between"])
 @pytest.mark.parametrize("backend", ["collectives", "collectives_gloo"])
 def test_groups_of_torchs_layer(where, backend) -> None:
@@ -401,6 +403,7 @@ def beside_another_thread(rank, size):
     return failures
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo"])
 def test_a_group_over_which_another_thread_trains_is_left_alone(backend) -> None:
     assert run_world(beside_another_thread, 2, backend=backend) == [[], []]

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 from ddp_oracle import data, same_pass
-from harness import current_store, run_ranks, run_world
+from harness import current_store, run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives import PeerLostError
@@ -82,7 +83,8 @@ def with_numbered_hook(group, dtype, number, options):
     return with_hook(group, pairs[dtype][number], options)
 
 
-def without_communication(group):
+@on_ranks(2)
+def test_noop_hook_leaves_local_gradients_and_does_not_communicate(group):
     """Leaves a layer out, which is found out without the other ranks as well."""
     module = nn.ModuleDict({"used": model(), "unused": nn.Linear(1, 1)})
     module.forward = module["used"].forward
@@ -97,14 +99,10 @@ def without_communication(group):
         ours(data(group.rank(), step)).sum().backward()
         found.append(gradients(module["used"]))
     assert [p.grad for p in module["unused"].parameters()] == [None, None]
-    return found, calls
-
-
-def test_noop_hook_leaves_local_gradients_and_does_not_communicate() -> None:
-    for rank, (found, calls) in enumerate(run_ranks(without_communication, 2, backend="host")):
-        assert calls == []
-        for step, ours in enumerate(found):
-            assert all(map(torch.equal, ours, local_gradients(rank, step)))
+    rank = group.rank()
+    assert calls == []
+    for step, ours in enumerate(found):
+        assert all(map(torch.equal, ours, local_gradients(rank, step)))
 
 
 class Recorder:
@@ -124,25 +122,23 @@ class Recorder:
         return self.group.allreduce([tripled]).get_future().then(lambda done: done.value()[0] + 1)
 
 
-def with_state(group):
+@on_ranks(2)
+def test_hooks_get_their_state_and_undivided_gradients_in_order(group):
     ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
     state = {}
     hook = Recorder(group)
     ours.register_comm_hook(state, hook)
     ours(data(group.rank())).sum().backward()
-    return state, hook.seen, gradients(ours)
+    seen, found = hook.seen, gradients(ours)
+    assert state == {"calls": 4}
+    names = ["2.bias", "2.weight", "0.bias", "0.weight"]
+    assert seen == [(i, i == 3, [name]) for i, name in enumerate(names)]
+    for ours, first, second in zip(found, local_gradients(0), local_gradients(1), strict=True):
+        assert torch.equal(ours, 3 * first + 3 * second + 1)
 
 
-def test_hooks_get_their_state_and_undivided_gradients_in_order() -> None:
-    for state, seen, found in run_ranks(with_state, 2, backend="host"):
-        assert state == {"calls": 4}
-        names = ["2.bias", "2.weight", "0.bias", "0.weight"]
-        assert seen == [(i, i == 3, [name]) for i, name in enumerate(names)]
-        for ours, first, second in zip(found, local_gradients(0), local_gradients(1), strict=True):
-            assert torch.equal(ours, 3 * first + 3 * second + 1)
-
-
-def chained(group):
+@on_ranks(2)
+def test_callbacks_that_issue_collectives_keep_the_order_of_the_buckets(group):
     """A hook whose second callback issues a collective; rank 0 is slow in the pass, rank 1 in callbacks."""
     rank, size = group.rank(), group.size()
 
@@ -167,51 +163,9 @@ def chained(group):
         ours.zero_grad()
         ours(data(rank, step)).sum().backward()
         found.append(gradients(ours))
-    return found
-
-
-def test_callbacks_that_issue_collectives_keep_the_order_of_the_buckets() -> None:
-    for found in run_ranks(chained, 2, backend="host"):
-        for step, ours in enumerate(found):
-            for mean, first, second in zip(
-                ours, local_gradients(0, step), local_gradients(1, step), strict=True
-            ):
-                assert torch.equal(mean, (first + second) / 2)
-
-
-def gossip(group):
-    """A hook of the user's: each rank averages with the one before it, by messages (GossipGrad)."""
-    rank, size = group.rank(), group.size()
-
-    def hook(state, bucket):
-        theirs = torch.empty_like(bucket.buffer())
-        works = [
-            group.send([bucket.buffer()], (rank + 1) % size),
-            group.recv([theirs], (rank - 1) % size),
-        ]
-        for work in works:
-            work.wait()
-        return done((bucket.buffer() + theirs) / 2)
-
-    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
-    ours.register_comm_hook(None, hook)
-    ours(data(rank)).sum().backward()
-    pairs = zip(local_gradients(rank), local_gradients((rank - 1) % size), strict=True)
-    return all(torch.equal(grad, (a + b) / 2) for grad, (a, b) in zip(gradients(ours), pairs, strict=True))
-
-
-def test_a_hook_may_exchange_messages_instead() -> None:
-    assert run_ranks(gossip, 3, backend="host") == [True] * 3
-
-
-def default_group(rank, size):
-    ours = DistributedDataParallel(model())
-    ours.register_comm_hook(None, allreduce_hook)
-    return same_pass(ours, model(), data(rank))
-
-
-def test_the_default_group_stands_in_for_none() -> None:
-    assert run_world(default_group, 2) == [True, True]
+    for step, ours in enumerate(found):
+        for mean, first, second in zip(ours, local_gradients(0, step), local_gradients(1, step), strict=True):
+            assert torch.equal(mean, (first + second) / 2)
 
 
 def done(value):
@@ -312,7 +266,8 @@ def test_a_failing_hook_is_one_clear_error_on_all_ranks_and_training_goes_on(
         assert good
 
 
-def out_of_step(group):
+@on_ranks(2)
+def test_hooks_that_send_different_things_are_one_error_on_all_ranks(group):
     """Hooks that send different things; returns the error, and whether the next pass is good."""
 
     def send_more(bucket):
@@ -320,15 +275,11 @@ def out_of_step(group):
             group.allreduce([torch.ones(3)]).wait()
 
     ours, error = first_pass(group, send_more)
-    return str(error), goes_on(ours, group)
-
-
-def test_hooks_that_send_different_things_are_one_error_on_all_ranks() -> None:
-    for message, good in run_ranks(out_of_step, 2, backend="host"):
-        assert "because of ranks 0, 1:" in message
-        assert "CollectiveMismatchError" in message
-        assert "all_reduce(SUM, float32, 3 elements)" in message
-        assert good
+    message, good = str(error), goes_on(ours, group)
+    assert "because of ranks 0, 1:" in message
+    assert "CollectiveMismatchError" in message
+    assert "all_reduce(SUM, float32, 3 elements)" in message
+    assert good
 
 
 def interrupted(group, ends):
@@ -352,13 +303,15 @@ def test_an_interrupted_hook_is_told_to_the_others_when_its_rank_goes_on() -> No
     assert good_there
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo"])
 def test_a_rank_that_ends_after_its_hook_failed_is_lost(backend) -> None:
     (message, _), _ = run_ranks(interrupted, 2, True, backend=backend, lost={1}, isolated=True)
     assert "rank 1 died" in message or "rank 1 is lost" in message
 
 
-def cannot_be_renewed(rank, size):
+@on_ranks(2, None)
+def test_a_group_that_cannot_be_connected_anew_is_one_error_on_all_ranks(rank, size):
     group = ProcessGroupHost(current_store(), rank, size)
     group._store = None  # as of a group that is made without one
 
@@ -366,17 +319,14 @@ def cannot_be_renewed(rank, size):
         if rank == 1:
             raise KeyError("in the hook")
 
-    return str(first_pass(group, fail)[1])
+    message = str(first_pass(group, fail)[1])
+    assert "hook failed on bucket 1 (" in message
+    assert "KeyError: 'in the hook'" in message
+    assert "cannot be connected anew: it has no store; make a new group" in message
 
 
-def test_a_group_that_cannot_be_connected_anew_is_one_error_on_all_ranks() -> None:
-    for message in run_ranks(cannot_be_renewed, 2):
-        assert "hook failed on bucket 1 (" in message
-        assert "KeyError: 'in the hook'" in message
-        assert "cannot be connected anew: it has no store; make a new group" in message
-
-
-def wrong_registrations(group):
+@on_ranks(2)
+def test_registration_is_checked(group):
     ours = DistributedDataParallel(model(), process_group=group)
 
     def bad_bucket(state, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
@@ -408,18 +358,13 @@ def wrong_registrations(group):
     ours.register_comm_hook(group, allreduce_hook)
     with pytest.raises(RuntimeError, match="called before, with <function allreduce_hook") as caught:
         ours.register_comm_hook(group, allreduce_hook)
-    return seen, len(late)
-
-
-def test_registration_is_checked() -> None:
-    for seen, late in run_ranks(wrong_registrations, 2, backend="host"):
-        kinds = [kind for kind, _ in seen]
-        assert kinds == ["TypeError", "TypeError", "ValueError", "ValueError"]
-        assert "but is 5 of type int" in seen[0][1]
-        assert "takes a state and a bucket" in seen[1][1]
-        assert "argument bucket" in seen[2][1]
-        assert "return value" in seen[3][1]
-        assert late == 1
+    kinds = [kind for kind, _ in seen]
+    assert kinds == ["TypeError", "TypeError", "ValueError", "ValueError"]
+    assert "but is 5 of type int" in seen[0][1]
+    assert "takes a state and a bucket" in seen[1][1]
+    assert "argument bucket" in seen[2][1]
+    assert "return value" in seen[3][1]
+    assert len(late) == 1
 
 
 def complex_gradients(group, hook):

@@ -1,23 +1,25 @@
-"""PowerSGD: what the algorithm promises, and what it refuses."""
+"""PowerSGD: what the algorithm promises, what it refuses, and its state in checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
+import pickle
 import re
 import weakref
 from unittest import mock
 
 import pytest
 import torch
-from given_gradients import averaged, random_gradients
-from harness import run_ranks
-from powersgd_passes import CLOSE, MATRICES, SHAPES, errors_of, state_of, wrapped
+from given_gradients import Given, averaged, gathered, random_gradients, same_on_all_ranks
+from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
-from collectives.ddp import DistributedDataParallel
-from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+import collectives as dist
+from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.powerSGD_hook import (
     PowerSGDState,
     batched_powerSGD_hook,
@@ -29,12 +31,23 @@ from collectives.ddp.hooks.powerSGD_hook import (
 from collectives.ddp.reducer.buckets import Bucket, GradBucket, Gradient
 from collectives.errors import DistError
 
+SHAPES = {"a": (12, 20), "bias": (12,), "b": (16, 3, 3, 3), "c": (12, 20), "scale": ()}
+MATRICES = ("a", "b", "c")
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
-def gathered(group, tensor):
-    """Returns every rank's tensor."""
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather(found, tensor.contiguous()).wait()
-    return found
+
+def state_of(group, **changes):
+    return PowerSGDState(group, **{"start_powerSGD_iter": 2, "min_compression_rate": 0.5, **changes})
+
+
+def wrapped(group, state, hook=powerSGD_hook, shapes=SHAPES, dtype=torch.float32, **options):
+    parallel = DistributedDataParallel(Given(shapes, dtype), process_group=group, **options)
+    parallel.register_comm_hook(state, hook)
+    return parallel
+
+
+def errors_of(state):
+    return {key: error.clone() for key, error in state.error_dict.items()}
 
 
 def mean_of_inputs(group, name, step, before):
@@ -55,7 +68,7 @@ def check_steps(group, state, hook, compressed, steps=6, **options):
         after = errors_of(state)
         assert state.iter == step + 1
         for name, result in found.items():
-            assert all(torch.equal(result, other) for other in gathered(group, result)), (name, step)
+            assert same_on_all_ranks(group, result), (name, step)
             mean = mean_of_inputs(group, name, step, before)
             if step < state.start_powerSGD_iter:
                 exact = sum(random_gradients(SHAPES, rank, step)[name] for rank in range(group.size()))
@@ -100,8 +113,8 @@ def test_results_and_errors_add_up_to_the_inputs(backend, ranks) -> None:
         assert found[0, "{}"] == pytest.approx(found[0, "{'batch_tensors_with_same_shape': True}"], rel=1e-4)
 
 
-def low_rank(group):
-    """Returns the distance of averages of low-rank gradients from the truth, after two warm steps."""
+@on_ranks(2)
+def test_matrices_of_the_approximation_s_rank_are_exact(group):
     found = {}
     for rank in (1, 2, 4):
         state = state_of(group, matrix_approximation_rank=rank, use_error_feedback=False)
@@ -113,16 +126,11 @@ def low_rank(group):
             result = averaged(parallel, {"m": left @ right * (group.rank() + 1)})["m"]
         mean = left @ right * (group.size() + 1) / 2
         found[rank] = float((result - mean).norm() / mean.norm())
-    return found
+    assert all(distance < 1e-5 for distance in found.values()), found
 
 
-def test_matrices_of_the_approximation_s_rank_are_exact() -> None:
-    for found in run_ranks(low_rank, 2, backend="host"):
-        assert all(distance < 1e-5 for distance in found.values()), found
-
-
-def one_matrix_of_all(group):
-    """Returns distances from the truth where the bucket, with its padding, is a matrix of the rank."""
+@on_ranks(2)
+def test_a_bucket_of_the_approximation_s_rank_is_exact(group):
     found = {}
     for rank, numel in (
         (1, 49),
@@ -149,15 +157,11 @@ def one_matrix_of_all(group):
         mean = matrix * (group.size() + 1) / 2
         assert state.total_numel_after_compression == 2 * 2 * 7 * rank
         found[rank, numel] = float((seen - mean).norm() / mean.norm())
-    return found
+    assert all(distance < 1e-5 for distance in found.values()), found
 
 
-def test_a_bucket_of_the_approximation_s_rank_is_exact() -> None:
-    for found in run_ranks(one_matrix_of_all, 2, backend="host"):
-        assert all(distance < 1e-5 for distance in found.values()), found
-
-
-def factors_of_new_buckets(group):
+@on_ranks(2)
+def test_factors_of_buckets_that_are_gone_are_forgotten(group):
     """A state goes on with the same parameters in other buckets, and under the other hook."""
     state = state_of(group)
     found = []
@@ -166,14 +170,11 @@ def factors_of_new_buckets(group):
         for step in range(4):
             averaged(parallel, random_gradients({"a": (8, 8), "b": (8, 8)}, group.rank(), step))
         found.append(sorted(map(len, [key.split("; ") for key in state.q_memory_dict])))
-    return found
+    assert found == [[2], [1, 1], [1, 1]]
 
 
-def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
-    assert run_ranks(factors_of_new_buckets, 2, backend="host") == [[[2], [1, 1], [1, 1]]] * 2
-
-
-def another_rate(group):
+@on_ranks(2)
+def test_settings_may_change_between_steps(group):
     """What was left out before settings changed is sent once by who is not compressed any more."""
     state = state_of(group)
     parallel = wrapped(group, state)
@@ -187,14 +188,11 @@ def another_rate(group):
         for name, result in found.items():
             torch.testing.assert_close(result, mean_of_inputs(group, name, step, before), **CLOSE)
         before = {}
-    return [bool(error.any()) for error in errors_of(state).values()]
+    assert [bool(error.any()) for error in errors_of(state).values()] == [False] * len(SHAPES)
 
 
-def test_settings_may_change_between_steps() -> None:
-    assert run_ranks(another_rate, 2, backend="host") == [[False] * len(SHAPES)] * 2
-
-
-def unused_at_first(group):
+@on_ranks(2)
+def test_a_matrix_of_zeros_recovers(group):
     """A gradient that is zero when compression begins must not stay so for ever."""
     shapes = {"m": (8, 8)}
     found = []
@@ -205,43 +203,13 @@ def unused_at_first(group):
             averaged(parallel, {"m": torch.zeros(8, 8)})
         result = averaged(parallel, {"m": torch.ones(8, 8)})["m"]
         found.append(float(result.norm()))
-    return found
+    assert all(norm > 1 for norm in found), found
 
 
-def test_a_matrix_of_zeros_recovers() -> None:
-    for found in run_ranks(unused_at_first, 2, backend="host"):
-        assert all(norm > 1 for norm in found), found
-
-
-def not_finite(group):
-    state = state_of(group)
-    parallel = wrapped(group, state)
-    for step in range(4):
-        averaged(parallel, random_gradients(SHAPES, group.rank(), step))
-    gradients = random_gradients(SHAPES, group.rank(), 4)
-    if group.rank() == 1:
-        gradients["a"][3, 3] = torch.inf
-    bad = averaged(parallel, gradients)
-    good = averaged(parallel, random_gradients(SHAPES, group.rank(), 5))
-    return bad["a"].isfinite().all().item(), all(g.isfinite().all() for g in good.values())
-
-
-def test_an_overflow_passes_by() -> None:
-    for bad, good in run_ranks(not_finite, 2, backend="host"):
-        assert not bad
-        assert good
-
-
-def other_types(group):
-    """Returns the residual of sixteen-bit, complex and strided gradients."""
-    found = []
-    for wrapper in (fp16_compress_wrapper, bf16_compress_wrapper):
-        state = state_of(group)
-        parallel = wrapped(group, state, wrapper(powerSGD_hook))
-        for step in range(4):
-            result = averaged(parallel, random_gradients(SHAPES, group.rank(), step))
-        assert all(error.dtype is torch.float32 for error in state.error_dict.values())
-        found.append(all(r.dtype is torch.float32 and r.isfinite().all() for r in result.values()))
+@pytest.mark.full
+@on_ranks(2)
+def test_other_data_types_and_memory_formats(group):
+    """Checks the residual of complex gradients; returns whether strided ones are equal on all ranks."""
     state = state_of(group)
     parallel = wrapped(group, state, shapes={"z": (6, 9)}, dtype=torch.complex64)
     for step in range(4):
@@ -258,17 +226,11 @@ def other_types(group):
     for _ in range(4):
         parallel.zero_grad()
         parallel(torch.randn(2, 4, 5, 5)).sum().backward()
-    found.append(all(torch.equal(conv.weight.grad, other) for other in gathered(group, conv.weight.grad)))
-    return found
+    assert same_on_all_ranks(group, conv.weight.grad)
 
 
-@pytest.mark.full
-def test_other_data_types_and_memory_formats() -> None:
-    for found in run_ranks(other_types, 2, backend="host"):
-        assert all(found)
-
-
-def seeds(group):
+@on_ranks(2)
+def test_the_seed_decides_the_first_factors(group):
     results = []
     for seed in (0, 0, 1):
         torch.manual_seed(group.rank() + len(results))
@@ -276,11 +238,7 @@ def seeds(group):
         for step in range(3):
             found = averaged(parallel, random_gradients(SHAPES, group.rank(), step))
         results.append(found["a"])
-    return torch.equal(results[0], results[1]), torch.equal(results[0], results[2])
-
-
-def test_the_seed_decides_the_first_factors() -> None:
-    assert run_ranks(seeds, 2, backend="host") == [(True, False)] * 2
+    assert (torch.equal(results[0], results[1]), torch.equal(results[0], results[2])) == (True, False)
 
 
 class Lost:
@@ -409,3 +367,161 @@ def test_what_is_worth_compressing() -> None:
     transposed = torch.empty(5, 7).t()
     assert matrix_shape(transposed, 35) == (5, 7)
     assert matrix_shape(torch.empty(()), 1) == (1, 1)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_errors_survive_new_buckets_and_a_checkpoint(group):
+    """New buckets come between two steps; errors go with their parameters."""
+    state = state_of(group, use_error_feedback=True)
+    first = wrapped(group, state)
+    for step in range(4):
+        averaged(first, random_gradients(SHAPES, group.rank(), step))
+    state = pickle.loads(pickle.dumps(state))
+    state.process_group = group
+    second = wrapped(group, state, bucket_cap_mb=0.0005)
+    layouts = []
+    for step in range(4, 8):
+        before = errors_of(state)
+        assert set(before) == set(SHAPES)
+        given = random_gradients(SHAPES, group.rank(), step)
+        given = dict(sorted(given.items(), key=lambda entry: entry[0], reverse=True))
+        result = averaged(second, given)
+        layouts.append([bucket.indices for bucket in second.reducer.gradients.buckets])
+        for name in MATRICES:
+            left = (given[name] - result[name]).flatten() + before[name]
+            torch.testing.assert_close(left, state.error_dict[name], **CLOSE)
+    assert layouts[0] != layouts[-1]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(24, 24)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(24, 12)
+
+    def forward(self, x):
+        return self.fc2(self.relu(self.fc1(x)))
+
+
+def train(model, steps, rank, seed):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 24, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def demo(rank, size, path):
+    """The example of the documentation, then both models go on alike where rank 0's memory is theirs."""
+    model = DistributedDataParallel(Model())
+    state, hook = PowerSGDState(process_group=None, start_powerSGD_iter=2), powerSGD_hook
+    model.register_comm_hook(state, hook)
+    train(model, 4, rank, 0)
+    checkpoint = {"state_dict": model.state_dict(), "comm_hook": hook, "comm_hook_state": state}
+    if rank == 0:
+        torch.save(checkpoint, path)
+    own = io.BytesIO()
+    torch.save(checkpoint, own)
+    own.seek(0)
+    dist.barrier()
+    found = []
+    for source in (path, own):
+        loaded = torch.load(source, weights_only=False)
+        again = DistributedDataParallel(Model())
+        again.load_state_dict(loaded["state_dict"])
+        again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
+        assert loaded["comm_hook_state"].iter == 4
+        assert loaded["comm_hook"] is powerSGD_hook
+        train(again, 3, rank, 1)
+        found.append([parameter.detach().clone() for parameter in again.parameters()])
+    train(model, 3, rank, 1)
+    found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+def test_the_documented_checkpoint(tmp_path) -> None:
+    ranks = run_world(demo, 2, str(tmp_path / "checkpoint.pt"))
+    for ours, other in zip(*ranks, strict=True):
+        assert all(map(torch.equal, ours, other))
+    of_rank_0, own, straight_on = ranks[0]
+    for restored, never_saved in zip(own, straight_on, strict=True):
+        torch.testing.assert_close(restored, never_saved, **CLOSE)
+    assert not all(map(torch.equal, of_rank_0, own))  # the other rank's errors are not in rank 0's file
+
+
+def saved_by(group):
+    state = state_of(group)
+    parallel = wrapped(group, state)
+    for step in range(3):
+        averaged(parallel, random_gradients(SHAPES, group.rank(), step))
+    return pickle.dumps(state)
+
+
+def restored(group, saved, differ):
+    """Returns the errors of a pass with a bad state, and of the next one with a mended state."""
+    state = pickle.loads(saved)
+    state.process_group = group
+    if differ:
+        state.iter += group.rank()
+    parallel = wrapped(group, state)
+    parallel.module.a.grad = torch.full((12, 20), 7.0)
+    seen = []
+    for _ in range(2):
+        try:
+            parallel(random_gradients(SHAPES, group.rank(), 0)).backward()
+        except GradientSyncError as error:
+            seen.append(str(error))
+            # What was accumulated is there, and the mean is not.
+            mine = random_gradients(SHAPES, group.rank(), 0)["a"]
+            torch.testing.assert_close(parallel.module.a.grad, mine + 7)
+        state.iter = 3
+        state.reset_memory()
+        parallel.zero_grad()
+    return seen
+
+
+def test_a_state_of_another_world_is_refused_on_all_ranks(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        (saved, _) = run_ranks(saved_by, 2, backend="host")
+    for seen in run_ranks(restored, 3, saved, False, backend="host"):
+        assert len(seen) == 1
+        assert "the state was saved by 2 ranks, but there are 3; call reset_memory()" in seen[0]
+        assert "because of ranks 0, 1, 2" in seen[0]
+    for seen in run_ranks(restored, 2, saved, True, backend="host"):
+        assert len(seen) == 1
+        assert "the ranks' states differ" in seen[0]
+        assert "iter: 3 on rank 0; 4 on rank 1" in seen[0]
+
+
+def test_the_process_group_is_not_saved(caplog) -> None:
+    state = PowerSGDState(object(), matrix_approximation_rank=3)
+    state.rng.randint(5)
+    with caplog.at_level(logging.WARNING):
+        loaded = pickle.loads(pickle.dumps(state))
+    assert "the process group of PowerSGDState cannot be saved" in caplog.text
+    assert loaded.process_group is None
+    assert loaded.matrix_approximation_rank == 3
+    assert loaded.rng.randint(2**31) == state.rng.randint(2**31)
+
+
+@pytest.mark.parametrize("cap", [25, 0])
+@on_ranks(2, timeout=20)
+def test_a_state_of_another_model_is_refused(group, cap):
+    """Also where it fits all buckets but the last, whose failure must not leave the others waiting."""
+    state = state_of(group)
+    first = wrapped(group, state)
+    for step in range(3):
+        averaged(first, random_gradients(SHAPES, group.rank(), step))
+    shapes = {**SHAPES, "a": (13, 20)}
+    state = pickle.loads(pickle.dumps(state))
+    state.process_group = group
+    second = wrapped(group, state, shapes=shapes, bucket_cap_mb=cap)
+    with pytest.raises(GradientSyncError) as caught:
+        averaged(second, random_gradients(shapes, group.rank(), 0))
+    message = str(caught.value)
+    assert "an error of 240 elements for a, whose gradient has 260" in message

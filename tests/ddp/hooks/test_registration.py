@@ -1,21 +1,24 @@
-"""Hooks by name, post-local SGD, and hooks beside other features of DistributedDataParallel."""
+"""Hooks by name, every hook on one training loop, and hooks beside other features of the wrapper."""
 
 from __future__ import annotations
 
 import pickle
 
+import hook_zoo
 import pytest
 import torch
-from given_gradients import Given, averaged, random_gradients
-from harness import run_ranks, run_world
+from given_gradients import Given, averaged, random_gradients, same_on_all_ranks
+from harness import run_ranks
+from on_ranks import on_ranks
+from optimizers_in_hooks import every_form
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType as TorchType
 
 import collectives as dist
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks import BuiltinCommHookType, DDPCommHookType, register_ddp_comm_hook
+from collectives.ddp.hooks.compression import OneBitState, one_bit_hook
 from collectives.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook, fp16_compress_wrapper
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
@@ -27,7 +30,9 @@ def mean(rank_list, step=0):
     return sum(given) / len(given)
 
 
-def by_name(rank, size):
+@on_ranks(2, world=True)
+def test_hooks_by_name(rank, size):
+    assert {kind.name for kind in DDPCommHookType} == set(TorchType.__members__)
     found = {}
     for kind in DDPCommHookType:
         parallel = DistributedDataParallel(Given(SHAPES))
@@ -48,22 +53,16 @@ def by_name(rank, size):
         register_ddp_comm_hook("ALLREDUCE", parallel)
     with pytest.raises(ValueError, match="3"):
         parallel._register_builtin_comm_hook(3)
-    return found
+    for name in ("ALLREDUCE", "POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
+        assert found[name] == 0
+    for name in ("FP16_COMPRESS", "BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"):
+        assert 0 < found[name] < 0.1
+    assert found["NOOP"] > 1
 
 
-def test_hooks_by_name() -> None:
-    assert {kind.name for kind in DDPCommHookType} == set(TorchType.__members__)
-    for found in run_world(by_name, 2):
-        for name in ("ALLREDUCE", "POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
-            assert found[name] == 0
-        for name in ("FP16_COMPRESS", "BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"):
-            assert 0 < found[name] < 0.1
-        assert found["NOOP"] > 1
-
-
-def post_local(rank, size):
+@on_ranks(4, world=True)
+def test_post_local_sgd_averages_over_a_part_later(rank, size):
     half, _ = dist.new_subgroups(2)
-    found = []
     for subgroup, again in ((half, True), (half, False)):
         parallel = DistributedDataParallel(Given(SHAPES))
         state = PostLocalSGDState(None, subgroup, start_localSGD_iter=2, post_local_gradient_allreduce=again)
@@ -72,19 +71,14 @@ def post_local(rank, size):
             result = averaged(parallel, random_gradients(SHAPES, rank, step))["m"]
             members = range(4) if step < 2 else range(rank // 2 * 2, rank // 2 * 2 + 2) if again else [rank]
             torch.testing.assert_close(result, mean(members, step))
-        found.append(state.iter)
+        assert state.iter == 4
     parallel = DistributedDataParallel(Given(SHAPES))
     parallel.register_comm_hook(PostLocalSGDState(None, None, 5), post_localSGD_hook)
     if not torch.cuda.is_available():
         with pytest.raises(GradientSyncError, match="group_size must be given"):
             averaged(parallel, random_gradients(SHAPES, rank, 0))
     loaded = pickle.loads(pickle.dumps(state))
-    found.append((loaded.iter, loaded.subgroup, loaded.start_localSGD_iter))
-    return found
-
-
-def test_post_local_sgd_averages_over_a_part_later() -> None:
-    assert run_world(post_local, 4) == [[4, 4, (4, None, 2)]] * 4
+    assert (loaded.iter, loaded.subgroup, loaded.start_localSGD_iter) == (4, None, 2)
     with pytest.raises(ValueError, match="start_localSGD_iter must be 0 or more, but is -1"):
         PostLocalSGDState(None, None, -1)
 
@@ -104,7 +98,8 @@ class Mixed(nn.Module):
         return x.sum()
 
 
-def sparse_and_unused(group):
+@on_ranks(2)
+def test_sparse_gradients_pass_hooks_by_and_unused_layers_do_not_stop_them(group):
     """Trains with sparse gradients and layers that some passes leave out, under stateful hooks."""
     found = []
     for skip in (False, True):
@@ -127,17 +122,12 @@ def sparse_and_unused(group):
                 assert parallel.module.embedding.weight.grad.is_sparse
                 optimizer.step()
             flat = nn.utils.parameters_to_vector(parallel.parameters()).detach()
-            both = [torch.empty_like(flat) for _ in range(group.size())]
-            group.allgather(both, flat).wait()
-            found.append(torch.equal(*both))
-    return found
+            found.append(same_on_all_ranks(group, flat))
+    assert found == [True] * 4
 
 
-def test_sparse_gradients_pass_hooks_by_and_unused_layers_do_not_stop_them() -> None:
-    assert run_ranks(sparse_and_unused, 2, backend="host") == [[True] * 4] * 2
-
-
-def broken_off(group):
+@on_ranks(2)
+def test_a_pass_broken_off_leaves_the_rounds_in_order(group):
     """A pass that an exception ends on one rank, while rounds of PowerSGD overlap; training goes on."""
     state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
     shapes = dict.fromkeys("abcd", (6, 8))
@@ -154,15 +144,9 @@ def broken_off(group):
     with pytest.raises((ArithmeticError, GradientSyncError)) as caught:
         averaged(parallel, random_gradients(shapes, group.rank(), 3))
     result = averaged(parallel, random_gradients(shapes, group.rank(), 4))["a"]
-    both = [torch.empty_like(result) for _ in range(2)]
-    group.allgather(both, result).wait()
-    return type(caught.value).__name__, torch.equal(*both), state.iter
-
-
-def test_a_pass_broken_off_leaves_the_rounds_in_order() -> None:
-    first, second = run_ranks(broken_off, 2, backend="host")
-    assert first == ("ArithmeticError", True, 5)
-    assert second == ("GradientSyncError", True, 5)
+    assert type(caught.value) is (GradientSyncError if group.rank() else ArithmeticError)
+    assert same_on_all_ranks(group, result)
+    assert state.iter == 5
 
 
 def test_a_subgroup_that_is_not_saved_is_told(caplog) -> None:
@@ -177,3 +161,17 @@ def test_a_subgroup_that_is_not_saved_is_told(caplog) -> None:
 def test_wrapped_hooks_can_be_saved() -> None:
     hook = pickle.loads(pickle.dumps(fp16_compress_wrapper(powerSGD_hook)))
     assert hook.__name__ == "powerSGD_hook_as_float16"
+
+
+@pytest.mark.full
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 3)])
+def test_every_hook_trains_with_sparse_gradients_and_uneven_inputs(backend, ranks) -> None:
+    hook_zoo.check(run_ranks(hook_zoo.train_with_every_hook, ranks, backend=backend, timeout=100))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+def test_steps_in_hooks_equal_steps_after_backward(backend) -> None:
+    """As hooks of torch do that step an optimizer for each bucket."""
+    assert run_ranks(every_form, 2, backend=backend) == [[]] * 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import Zoo, differences, naive_average
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from uneven_inputs import SUM, Counter, batch, net
 
@@ -111,7 +112,9 @@ CASES = {
 }
 
 
-def compare(group):
+@pytest.mark.full
+@on_ranks(3)
+def test_training_equals_the_naive_solution_bit_for_bit(group):
     found = {}
     for name, (options, micro, how) in CASES.items():
         for kind, counts in COUNTS.items():
@@ -120,13 +123,7 @@ def compare(group):
             theirs = train_naively(group, options, counts, micro, **how_naively)
             ignored = {"norm.running_mean", "norm.running_var"} if name == "no buffers" else set()
             found[name, kind] = sorted(set(differences(ours, theirs)) - ignored)
-    return found
-
-
-@pytest.mark.full
-def test_training_equals_the_naive_solution_bit_for_bit() -> None:
-    for found in run_ranks(compare, 3, backend="host"):
-        assert {case: names for case, names in found.items() if names} == {}
+    assert {case: names for case, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "round_robin"])

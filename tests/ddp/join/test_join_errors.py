@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from harness import RankFailedError, run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from uneven_inputs import Counter, batch, net
 
@@ -35,7 +36,8 @@ def caught(function):
     return None
 
 
-def early(group):
+@on_ranks(3)
+def test_all_ranks_raise_where_one_is_early(group):
     """All ranks raise when rank 1 is through; the group and the model stay usable."""
     ddp = DistributedDataParallel(net(), process_group=group)
     counter = Counter(group)
@@ -54,29 +56,25 @@ def early(group):
         caught(functools.partial(loop, Join([counter, ddp], throw_on_early_termination=True), counter)),
     ]
     even = caught(lambda: even_loop(ddp, group))
-    return errors, seen, even
+    rank = group.rank()
+    for kind, text, ranks in errors:
+        assert kind is UnevenInputsError
+        assert ranks == [1]
+        assert f"[rank {rank}]" in text
+        words = (
+            ""
+            if rank == 1
+            else "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+        )
+        assert f": {words}Rank 1 exhausted all inputs, while" in text
+    assert seen[:2] == [0, 1]
+    assert even is None
 
 
 def even_loop(ddp, group):
     with ddp.join(throw_on_early_termination=True):
         for step in range(2):
             ddp(batch(group, step)).sum().backward()
-
-
-def test_all_ranks_raise_where_one_is_early() -> None:
-    for rank, (errors, seen, even) in enumerate(run_ranks(early, 3, backend="host")):
-        for kind, text, ranks in errors:
-            assert kind is UnevenInputsError
-            assert ranks == [1]
-            assert f"[rank {rank}]" in text
-            words = (
-                ""
-                if rank == 1
-                else "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
-            )
-            assert f": {words}Rank 1 exhausted all inputs, while" in text
-        assert seen[:2] == [0, 1]
-        assert even is None
 
 
 class BrokenModel(DistributedDataParallel):
@@ -135,7 +133,8 @@ def test_an_exception_of_one_rank_is_told_to_the_others(where, kind) -> None:
         assert "rank 1 left it by an exception" in text
 
 
-def out_of_step(group):
+@on_ranks(3, timeout=20)
+def test_active_ranks_out_of_step_are_named_on_all_ranks(group):
     """Ranks that have inputs use no_sync differently, or one of them lacks a gradient."""
     ddp = DistributedDataParallel(net(), process_group=group)
 
@@ -153,20 +152,17 @@ def out_of_step(group):
                 loss = ddp(batch(group, step)).sum()
                 (ddp.module[2].weight.sum() + 0 * loss.detach() if group.rank() == 1 else loss).backward()
 
-    return caught(no_sync), caught(missing)
+    no_sync, missing = caught(no_sync), caught(missing)
+    assert no_sync[0] is GradientSyncError
+    assert "rank 1: its forward sends buffers" not in no_sync[1]
+    assert "rank 1: its forward does not send buffers and does not average gradients" in no_sync[1]
+    assert "rank 2: its forward does not send buffers and averages gradients" in no_sync[1]
+    assert missing[0] is GradientSyncError
+    assert "rank 1: 3 of 4 parameters got no gradient" in missing[1]
 
 
-def test_active_ranks_out_of_step_are_named_on_all_ranks() -> None:
-    for no_sync, missing in run_ranks(out_of_step, 3, backend="host", timeout=20):
-        assert no_sync[0] is GradientSyncError
-        assert "rank 1: its forward sends buffers" not in no_sync[1]
-        assert "rank 1: its forward does not send buffers and does not average gradients" in no_sync[1]
-        assert "rank 2: its forward does not send buffers and averages gradients" in no_sync[1]
-        assert missing[0] is GradientSyncError
-        assert "rank 1: 3 of 4 parameters got no gradient" in missing[1]
-
-
-def refused(group):
+@on_ranks(2, timeout=20)
+def test_wrong_use_is_refused_before_anything_is_sent(group):
     ddp = DistributedDataParallel(net(), process_group=group)
     with_norm = DistributedDataParallel(
         convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), group), process_group=group
@@ -208,16 +204,11 @@ def refused(group):
     with_norm.eval()
     errors.append(caught(lambda: with_norm.join().__enter__()))
     assert isinstance(with_norm.module[1], SyncBatchNorm)
-    return errors
-
-
-def test_wrong_use_is_refused_before_anything_is_sent() -> None:
-    for errors in run_ranks(refused, 2, backend="host", timeout=20):
-        kinds = [error and error[0] for error in errors]
-        assert kinds == [ValueError, ValueError, TypeError, TypeError, RuntimeError, ValueError, None, None]
-        assert "at least one" in errors[0][1]
-        assert "Linear is no joinable" in errors[2][1]
-        assert "throw_on_early_termination=True" in errors[5][1]
+    kinds = [error and error[0] for error in errors]
+    assert kinds == [ValueError, ValueError, TypeError, TypeError, RuntimeError, ValueError, None, None]
+    assert "at least one" in errors[0][1]
+    assert "Linear is no joinable" in errors[2][1]
+    assert "throw_on_early_termination=True" in errors[5][1]
 
 
 def dying(group):

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives
@@ -87,6 +88,7 @@ def plain(group):
     return flat(module), group.stats()["all_reduce"]["count"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
 def test_outer_steps_are_those_of_nesterovs_momentum(backend) -> None:
     found = run_ranks(plain, 3, backend=backend)
@@ -134,7 +136,8 @@ def test_changes_travel_in_8_bits() -> None:
     torch.testing.assert_close(first, expected, rtol=0, atol=0.01 * 0.06)
 
 
-def checkpointed(group):
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(group):
     whole = model()
     train(whole, made(group, whole, **STREAMING), group.rank(), 11)
 
@@ -158,11 +161,8 @@ def checkpointed(group):
         other.load_state_dict(saved[1])
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit() -> None:
-    run_ranks(checkpointed, 2, backend="host")
-
-
-def several_kinds(group):
+@on_ranks(2)
+def test_parameters_of_several_kinds_in_memory_that_is_replaced(group):
     kinds = [torch.float32, torch.bfloat16, torch.complex64, torch.float64]
     parameters = [nn.Parameter(torch.full((3, 2), 1.0).to(kind)) for kind in kinds]
     averager = DiLoCoAverager(parameters, period=2, lr=1.0, momentum=0.0, process_group=group)
@@ -175,11 +175,8 @@ def several_kinds(group):
     assert [p.dtype for p in parameters] == kinds
 
 
-def test_parameters_of_several_kinds_in_memory_that_is_replaced() -> None:
-    run_ranks(several_kinds, 2, backend="host")
-
-
-def wrong(group):
+@on_ranks(2)
+def test_what_is_wrong_is_told_before_anything_is_exchanged(group):
     module = model()
     for options, words in [
         ({"period": 0}, "period must be 1 or more"),
@@ -204,11 +201,8 @@ def wrong(group):
         averager.average_parameters(list(module.parameters())[1:])
 
 
-def test_what_is_wrong_is_told_before_anything_is_exchanged() -> None:
-    run_ranks(wrong, 2, backend="host")
-
-
-def a_checkpoint_after_a_death(rank, size):
+@on_ranks(3, world=True, isolated=True, lost=[2])
+def test_a_checkpoint_is_loaded_though_an_exchange_has_failed(rank, size):
     """Rank 2 dies in an exchange; the others load what they saved before, though that will never end."""
     module = model()
     optimizer = made(None, module, period=3, delay=2)
@@ -222,10 +216,6 @@ def a_checkpoint_after_a_death(rank, size):
     optimizer.load_state_dict(saved)
     assert optimizer.averager.step == 0
     assert torch.equal(optimizer.state_dict()["shared"][0], saved["shared"][0])
-
-
-def test_a_checkpoint_is_loaded_though_an_exchange_has_failed() -> None:
-    run_world(a_checkpoint_after_a_death, 3, backend="host", isolated=True, lost=[2])
 
 
 def death(rank, size):

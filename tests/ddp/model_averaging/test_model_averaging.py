@@ -10,6 +10,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import batch, bits, net, train
 
@@ -49,7 +50,9 @@ def parameters(rank):
     return made
 
 
-def means(group):
+@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+@on_ranks(3, asked="backend")
+def test_means_of_parameters(group):
     rank, mean = group.rank(), (group.size() - 1) / 2
     made = parameters(rank)
     before = [(p.data_ptr(), p.stride(), p.dtype) for p in made]
@@ -69,15 +72,10 @@ def means(group):
     assert outside[0][0, 0].item() == rank
     with pytest.raises(TypeError, match="int"):
         get_params_to_average([3])
-    return True
 
 
-@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
-def test_means_of_parameters(backend) -> None:
-    assert run_ranks(means, 3, backend=backend) == [True] * 3
-
-
-def different_parameters(group):
+@on_ranks(2)
+def test_ranks_that_would_average_different_parameters_are_told(group):
     """Ranks have gradients of different parameters, of one size."""
     made = [nn.Parameter(torch.full((2,), float(group.rank()))) for _ in range(2)]
     made[group.rank()].grad = torch.zeros(2)
@@ -85,14 +83,9 @@ def different_parameters(group):
         PeriodicModelAverager(2, process_group=group).average_parameters(made)
     assert all((p == group.rank()).all() for p in made)
     average_parameters(made, group)
-    return str(caught.value), [p.tolist() for p in made]
-
-
-def test_ranks_that_would_average_different_parameters_are_told() -> None:
-    for message, values in run_ranks(different_parameters, 2, backend="host"):
-        assert "0: float32[2] on rank 0; absent on rank 1" in message
-        assert "give those that are not used on all ranks one of zeros" in message
-        assert values == [[0.5] * 2] * 2
+    assert "0: float32[2] on rank 0; absent on rank 1" in str(caught.value)
+    assert "give those that are not used on all ranks one of zeros" in str(caught.value)
+    assert [p.tolist() for p in made] == [[0.5] * 2] * 2
 
 
 def steps_with(averager, rank, steps):
@@ -116,15 +109,15 @@ def periodic(group):
     for wrong in ({"period": 0}, {"period": -1}, {"period": 2, "warmup_steps": -1}):
         with pytest.raises(ValueError, match="must be"):
             PeriodicModelAverager(process_group=group, **wrong)
-    return values, averager.step
+    assert averager.step == 9
+    return values
 
 
 def test_periodic_averages_begin_after_the_warm_up() -> None:
     """Averages at steps 2, 5 and 8 of ranks 0 and 1: each goes on from the mean of both."""
-    (zero, step), (one, _) = run_ranks(periodic, 2, backend="host")
+    zero, one = run_ranks(periodic, 2, backend="host")
     assert zero == [0, 0, 1.5, 1.5, 1.5, 3.0, 3.0, 3.0, 4.5]
     assert one == [1, 2, 1.5, 2.5, 3.5, 3.0, 4.0, 5.0, 4.5]
-    assert step == 9
 
 
 def hierarchical(rank, size):
@@ -228,7 +221,7 @@ def options(group):
         PostLocalSGDOptimizer(module, optimizer.averager)
     with pytest.raises(TypeError, match="ModelAverager"):
         PostLocalSGDOptimizer(optimizer.optim, None)
-    return losses[1] < losses[0]
+    assert losses[1] < losses[0]
 
 
 def hooks_of_steps_and_states(group):
@@ -256,13 +249,12 @@ def with_ddp(group):
 
 def all_of_it(group):
     hooks_of_steps_and_states(group)
-    return local_sgd(group), options(group), with_ddp(group)
+    options(group)
+    return local_sgd(group), with_ddp(group)
 
 
 def test_post_local_sgd() -> None:
-    (one, fine, ddp_one), (two, also, ddp_two) = run_ranks(all_of_it, 2, backend="host")
-    assert fine
-    assert also
+    (one, ddp_one), (two, ddp_two) = run_ranks(all_of_it, 2, backend="host")
     same = [torch.equal(a, b) for a, b in zip(one, two, strict=True)]
     assert same == [False, False, True, False, True, False, True]
     assert torch.equal(ddp_one, ddp_two)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import current_store, run_ranks
+from ddp_oracle import torch_over_gloo
+from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, Join, MixedPrecision, convert_sync_batchnorm
@@ -72,25 +72,16 @@ def two_forwards(wrap, rank, change=lambda module: module):
     return model.module.state_dict()
 
 
-def against_torch(group):
-    store = dist.PrefixStore("torch", current_store())
-    dist.init_process_group(
-        "gloo", store=store, rank=group.rank(), world_size=group.size(), timeout=timedelta(seconds=30)
-    )
-    try:
+@on_ranks(2)
+def test_two_forwards_before_one_backward_pass_train_as_with_torch(group):
+    with torch_over_gloo(group):
         theirs = two_forwards(nn.parallel.DistributedDataParallel, group.rank())
-    finally:
-        dist.destroy_process_group()
     ours = two_forwards(lambda module: DistributedDataParallel(module, process_group=group), group.rank())
-    return [
+    assert [
         name
         for name in theirs
         if not torch.equal(ours[name], theirs[name]) and name != "table"  # where NaN is
-    ]
-
-
-def test_two_forwards_before_one_backward_pass_train_as_with_torch() -> None:
-    assert run_ranks(against_torch, 2, backend="host") == [[], []]
+    ] == []
 
 
 def every_way(group, way):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
@@ -123,7 +123,8 @@ class Layers(nn.Module):
         return x
 
 
-def unused_without_the_cpu(inner: ProcessGroup) -> None:
+@on_ranks(2)
+def test_unused_parameters_without_tensors_of_the_cpu(inner: ProcessGroup) -> None:
     group = Elsewhere(inner)
     with pytest.raises(UnsupportedOperationError, match="tensors on cpu are not taken"):
         group.allreduce(torch.ones(2))
@@ -156,7 +157,3 @@ def unused_without_the_cpu(inner: ProcessGroup) -> None:
                 assert used == []
             else:
                 torch.testing.assert_close(got.kept, sum(used) / size)
-
-
-def test_unused_parameters_without_tensors_of_the_cpu() -> None:
-    run_ranks(unused_without_the_cpu, 2, backend="host")

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from ddp_oracle import averages
-from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives
@@ -19,19 +19,24 @@ from collectives.ddp import DistributedDataParallel, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 
-def copies(rank, size):
+@on_ranks(2, world=True)
+def test_copies_and_pickles_work_or_say_why_not(rank, size):
     world = collectives.GroupMember.WORLD
     ours = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True, find_unused_parameters=True)
-    found = [averages(ours, world)]
+    assert averages(ours, world)
     twin = copy.deepcopy(ours)
-    found += [twin.process_group is world, twin.module.weight is not ours.module.weight]
-    found += [averages(twin, world), averages(ours, world)]
+    assert twin.process_group is world
+    assert twin.module.weight is not ours.module.weight
+    assert averages(twin, world)
+    assert averages(ours, world)
     restored = pickle.loads(pickle.dumps(ours))
-    found += [restored.gradient_as_bucket_view, restored.find_unused_parameters, averages(restored, world)]
+    assert restored.gradient_as_bucket_view
+    assert restored.find_unused_parameters
+    assert averages(restored, world)
 
     other = collectives.new_group(list(range(size)))
     special = DistributedDataParallel(nn.Linear(2, 2), process_group=other)
-    found += [averages(copy.deepcopy(special), other)]
+    assert averages(copy.deepcopy(special), other)
     with pytest.raises(TypeError, match="not the default group, cannot be pickled; save state_dict"):
         pickle.dumps(special)
     ours.register_comm_hook(world, allreduce_hook)
@@ -39,14 +44,11 @@ def copies(rank, size):
         pickle.dumps(ours)
     with pytest.raises(TypeError, match=r"deep-copy \.module"):
         copy.deepcopy(ours)
-    return found
 
 
-def test_copies_and_pickles_work_or_say_why_not() -> None:
-    assert run_world(copies, 2) == [[True] * 9] * 2
-
-
-def lifetime(group):
+@on_ranks(2)
+def test_nothing_outlives_the_wrapper(group):
+    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
     gc.collect()
     gc.disable()
     try:
@@ -57,24 +59,14 @@ def lifetime(group):
         watched = [weakref.ref(ours), weakref.ref(ours.reducer)]
         gradients = weakref.ref(ours.reducer.gradients)
         del ours
-        dead = [ref() is None for ref in (*watched, gradients)]
-        with contextlib.suppress(AttributeError):
-            dead.append(not module.weight._post_accumulate_grad_hooks)
+        assert all(ref() is None for ref in (*watched, gradients))
+        assert not getattr(module.weight, "_post_accumulate_grad_hooks", None)
         module.zero_grad()
         module(torch.full((1, 2), float(group.rank()))).sum().backward()
-        local = module.weight.grad.tolist() == [[float(group.rank())] * 2] * 2
-        again = DistributedDataParallel(module, process_group=group)
-        return dead, local, averages(again, group)
+        assert module.weight.grad.tolist() == [[float(group.rank())] * 2] * 2
+        assert averages(DistributedDataParallel(module, process_group=group), group)
     finally:
         gc.enable()
-
-
-def test_nothing_outlives_the_wrapper() -> None:
-    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
-    for dead, local, again in run_ranks(lifetime, 2, backend="host"):
-        assert dead == [True] * len(dead)
-        assert local
-        assert again
 
 
 class Breaking(torch.autograd.Function):
@@ -87,9 +79,9 @@ class Breaking(torch.autograd.Function):
         raise ValueError("in the user's own backward")
 
 
-def forgotten(group):
-    """Returns, for ways to use a wrapper, what of it and of its module is still there afterwards."""
-    left = {}
+@on_ranks(2)
+def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used(group):
+    """However a wrapper is used, nothing of it and of its module is there afterwards."""
 
     def use(ours, way):
         for _ in range(3):
@@ -130,13 +122,6 @@ def forgotten(group):
             use(ours, way)
             watched = [weakref.ref(thing) for thing in (module, ours, ours.reducer, module[0].weight)]
             del module, ours
-            left[str(way)] = [type(thing).__name__ for ref in watched if (thing := ref()) is not None]
+            assert [type(ref()).__name__ for ref in watched if ref() is not None] == [], way
     finally:
         gc.enable()
-    return left
-
-
-def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used() -> None:
-    for left in run_ranks(forgotten, 2, backend="host"):
-        assert len(left) == 10
-        assert {way: things for way, things in left.items() if things} == {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import data, grads, naive_average, pair, same_averages, same_pass, told
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
@@ -130,22 +131,20 @@ def test_all_ranks_are_told_of_parameters_that_came_later_on_one(change, name, h
     check_refused(run_ranks(train_after, 2, change, (1,), options, hook, backend="host"), name, (1,))
 
 
-def wrapped_again(group, change):
+@pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
+@on_ranks(2)
+def test_a_module_that_is_wrapped_again_is_averaged(group, change):
     torch.manual_seed(0)
     ours = DistributedDataParallel(Model(), process_group=group)
     ours(data(group.rank())).sum().backward()
     change(ours.module)
     ours = DistributedDataParallel(ours.module, process_group=group)
     naive = copy.deepcopy(ours.module)
-    return same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
+    assert same_pass(ours, naive, data(group.rank(), 1).to(ours.module.out.weight.dtype))
 
 
-@pytest.mark.parametrize("change", [assign, set_module, nn.Module.double], ids=lambda change: change.__name__)
-def test_a_module_that_is_wrapped_again_is_averaged(change) -> None:
-    assert run_ranks(wrapped_again, 2, change, backend="host") == [True, True]
-
-
-def harmless(group):
+@on_ranks(2)
+def test_changes_that_lead_to_no_other_gradients_are_none_of_its_business(group):
     """Adds what gets no gradients, takes away what is not needed, and wraps a part once more."""
     torch.manual_seed(0)
     ours = DistributedDataParallel(Model(), process_group=group, find_unused_parameters=True)
@@ -161,24 +160,20 @@ def harmless(group):
         elif step == 4:
             module.out = nn.Sequential(module.head, nn.Flatten())
 
-    same = []
     for step in range(6):
         for model in (ours, naive):
             change(step, model.module if model is ours else model)
             model.zero_grad()
             model(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
+        assert same_averages(ours, naive)
 
 
-def test_changes_that_lead_to_no_other_gradients_are_none_of_its_business() -> None:
-    assert run_ranks(harmless, 2, backend="host") == [[True] * 6] * 2
-
-
-def swapped(group, view, unused):
+@VIEWS
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
+@on_ranks(2)
+def test_parameters_whose_contents_are_swapped_are_averaged(group, view, unused):
     """Exchanges the contents of parameters for others, which leaves the objects the module's."""
     ours, naive = pair(group, gradient_as_bucket_view=view, find_unused_parameters=unused)
-    same = []
     for step in range(5):
         for model in (ours.module, naive):
             if step in (1, 3):
@@ -188,14 +183,7 @@ def swapped(group, view, unused):
             model.zero_grad()
         ours(data(group.rank(), step)).square().sum().backward()
         naive(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
-
-
-@VIEWS
-@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-def test_parameters_whose_contents_are_swapped_are_averaged(view, unused) -> None:
-    assert run_ranks(swapped, 2, view, unused, backend="host") == [[True] * 5] * 2
+        assert same_averages(ours, naive)
 
 
 def convolutions():
@@ -206,34 +194,29 @@ def images(rank, step):
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def with_other_memory(group, view):
+@VIEWS
+@on_ranks(2)
+def test_parameters_may_get_other_memory(group, view):
     """Gives parameters other memory by ``.data``, as WGAN clips them, and other strides."""
     ours, naive = pair(group, convolutions, gradient_as_bucket_view=view)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9) for model in (ours, naive)]
-    same = []
     for step in range(4):
         for model, optimizer in zip((ours, naive), optimizers, strict=True):
             if step == 2:
                 model.to(memory_format=torch.channels_last)
             optimizer.zero_grad()
             model(images(group.rank(), step)).square().mean().backward()
-        same.append(same_averages(ours, naive))
+        assert same_averages(ours, naive)
         for model, optimizer in zip((ours, naive), optimizers, strict=True):
             optimizer.step()
             for parameter in model.parameters():
                 parameter.data = parameter.data.clamp(-0.01, 0.01)
-    return same
 
 
-@VIEWS
-def test_parameters_may_get_other_memory(view) -> None:
-    assert run_ranks(with_other_memory, 2, view, backend="host") == [[True] * 4] * 2
-
-
-def strides_of_one_rank(group):
+@on_ranks(2)
+def test_gradients_in_other_strides_on_one_rank_are_averaged(group):
     """Has one rank alone lay its parameters out in channels_last, whose gradients so are, too."""
     ours, naive = pair(group, convolutions)
-    same = []
     for step in range(3):
         if step == 1 and group.rank() == 1:
             ours.to(memory_format=torch.channels_last)
@@ -242,13 +225,7 @@ def strides_of_one_rank(group):
             model(images(group.rank(), step)).square().mean().backward()
         naive_average(naive.parameters(), group)
         pairs = zip(grads(ours.module).values(), grads(naive).values(), strict=True)
-        same.append([torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in pairs])
-    return same
-
-
-def test_gradients_in_other_strides_on_one_rank_are_averaged() -> None:
-    for same in run_ranks(strides_of_one_rank, 2, backend="host"):
-        assert all(map(all, same))
+        assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in pairs)
 
 
 def converted(group, change, when, view, ranks, backend_options):
@@ -315,23 +292,22 @@ def test_another_data_type_is_refused_with_every_option(options, backend) -> Non
             assert "0.weight (float64[3, 3] instead of float32[3, 3])" in message
 
 
-def converted_after_forward(group, view):
+@VIEWS
+@on_ranks(2)
+def test_another_data_type_between_forward_and_backward_is_refused_by_name(group, view):
     ours = DistributedDataParallel(nn.Linear(3, 3), process_group=group, gradient_as_bucket_view=view)
     for step in range(2):
         loss = ours(data(group.rank(), step)).sum()
         if step == 1 and group.rank() == 1:
             ours.double()
         message = told(loss)
-    return message
+    assert "weight (float64[3, 3] instead of float32[3, 3])" in message
 
 
 @VIEWS
-def test_another_data_type_between_forward_and_backward_is_refused_by_name(view) -> None:
-    for message in run_ranks(converted_after_forward, 2, view, backend="host"):
-        assert "weight (float64[3, 3] instead of float32[3, 3])" in message
-
-
-def wide_gradients(group, view):
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@on_ranks(2)
+def test_gradients_of_another_data_type_are_averaged_in_theirs(group, view):
     """Gives parameters of 16 bits gradients of 32, as torch allows for since 2.10."""
     torch.manual_seed(0)
     module = nn.Linear(3, 3, dtype=torch.bfloat16)
@@ -341,20 +317,11 @@ def wide_gradients(group, view):
     for parameter in naive.parameters():
         parameter.grad_dtype = torch.float32
     ours = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=view)
-    same = []
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step).bfloat16()).float().square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same, [parameter.grad.dtype for parameter in module.parameters()]
-
-
-@VIEWS
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_gradients_of_another_data_type_are_averaged_in_theirs(view) -> None:
-    for same, dtypes in run_ranks(wide_gradients, 2, view, backend="host"):
-        assert same == [True] * 3
-        assert dtypes == [torch.float32] * 2
+        assert same_averages(ours, naive)
+    assert [parameter.grad.dtype for parameter in module.parameters()] == [torch.float32] * 2
 
 
 class Buffered(nn.Module):
@@ -416,7 +383,8 @@ def test_buffers_may_be_replaced_on_all_ranks_alike() -> None:
     assert "layer.1.running_mean" in first[7]
 
 
-def mixed(group):
+@on_ranks(2)
+def test_mixed_precision_keeps_parameters_that_came_later(group):
     """Loads other parameters into a model in mixed precision; they are not lost."""
     torch.manual_seed(0)
     ours = DistributedDataParallel(
@@ -428,25 +396,17 @@ def mixed(group):
     )
     with pytest.raises(GradientSyncError, match=r"0\.weight, 0\.bias|0\.bias, 0\.weight"):
         ours(data(group.rank())).sum().backward()
-    return [p.detach().unique().tolist() for p in ours.module.parameters()]
+    assert [p.detach().unique().tolist() for p in ours.module.parameters()] == [[5.0], [5.0]]
 
 
-def test_mixed_precision_keeps_parameters_that_came_later() -> None:
-    assert run_ranks(mixed, 2, backend="host") == [[[5.0], [5.0]]] * 2
-
-
-def scripted(group):
+@on_ranks(2)
+def test_scripted_modules_are_averaged(group):
     """Trains a module whose tables are no dicts."""
     ours, naive = pair(group, lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3)))
-    same = [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
+    assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
     ours.module.append(nn.Linear(3, 3))
     with pytest.raises(GradientSyncError, match=r"2\.weight|2\.bias"):
         ours(data(group.rank())).sum().backward()
-    return same
-
-
-def test_scripted_modules_are_averaged() -> None:
-    assert run_ranks(scripted, 2, backend="host") == [[True] * 3] * 2
 
 
 class Cast(nn.Linear):
@@ -456,7 +416,13 @@ class Cast(nn.Linear):
         return super().forward(x.to(self.weight.dtype))
 
 
-def delayed(group, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(assign, "1.weight"), (nn.Module.double, "1.weight (float64[3, 3] instead of float32[3, 3])")],
+    ids=["assign", "double"],
+)
+@on_ranks(2)
+def test_delayed_parameters_that_are_changed_are_refused(group, change, words):
     """Changes what is averaged apart from the buckets, on one rank."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), Cast(3, 3))
@@ -466,21 +432,9 @@ def delayed(group, change):
         delay_all_reduce_named_params=[("1.weight", module[1].weight), ("1.bias", module[1].bias)],
         param_to_hook_all_reduce=module[0].weight,
     )
-    said = []
     for step in range(3):
         if step == 1 and group.rank() == 1:
             change(module[1])
         ours.zero_grad()
-        said.append(told(ours(data(group.rank(), step)).square().sum()))
-    return said
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(assign, "1.weight"), (nn.Module.double, "1.weight (float64[3, 3] instead of float32[3, 3])")],
-    ids=["assign", "double"],
-)
-def test_delayed_parameters_that_are_changed_are_refused(change, words) -> None:
-    for said in run_ranks(delayed, 2, change, backend="host"):
-        assert said[0] == ""
-        assert all("rank 1: " in message and words in message for message in said[1:])
+        said = told(ours(data(group.rank(), step)).square().sum())
+        assert ("rank 1: " in said and words in said) if step else said == ""

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from harness import run_ranks, run_world
+from on_ranks import on_ranks
 from torch import nn
 
 import collectives
@@ -129,23 +130,18 @@ def compare(group, inner, batches, dtype=torch.float64, tolerance=1e-12, shift=0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_batch_norm_over_the_joined_batch(case):
-    assert run_ranks(compare_case, 2, case, backend="host") == [[], []]
+@on_ranks(2)
+def test_equals_batch_norm_over_the_joined_batch(group, case):
+    assert compare(group, **CASES[case]) == []
 
 
-def compare_case(group, case):
-    return compare(group, **CASES[case])
+@on_ranks(3)
+def test_three_ranks_with_batches_of_three_sizes(group):
+    assert compare(group, (2, 2), (1, 0, 4)) == []
 
 
-def uneven(group):
-    return compare(group, (2, 2), (1, 0, 4))
-
-
-def test_three_ranks_with_batches_of_three_sizes():
-    assert run_ranks(uneven, 3, backend="host") == [[], [], []]
-
-
-def errors(group):
+@on_ranks(2)
+def test_errors(group):
     layer = SyncBatchNorm(C, process_group=group)
     texts = []
     for shape in ((C,), (2, C + 1), (1 - group.rank(), C)):
@@ -158,24 +154,17 @@ def errors(group):
     with pytest.raises(TypeError, match="cannot be pickled; save state_dict"):
         pickle.dumps(layer)
     assert copy.deepcopy(nn.ModuleList([layer]))[0].process_group is group
-    return texts
+    rank = group.rank()
+    assert "takes inputs of 2 dimensions or more, but got 1" in texts[0]
+    assert "of 5 channels got an input of shape (2, 6), which has 6 in dimension 1" in texts[1]
+    assert f"[rank {rank}] batch normalisation needs more than 1 value in each channel" in texts[2]
 
 
-def test_errors():
-    for rank, texts in enumerate(run_ranks(errors, 2, backend="host")):
-        assert "takes inputs of 2 dimensions or more, but got 1" in texts[0]
-        assert "of 5 channels got an input of shape (2, 6), which has 6 in dimension 1" in texts[1]
-        assert f"[rank {rank}] batch normalisation needs more than 1 value in each channel" in texts[2]
-
-
-def groups_of_two(rank, size):
+@on_ranks(4, world=True)
+def test_a_group_of_some_ranks(rank, size):
     pairs = [collectives.new_group([0, 1]), collectives.new_group([2, 3])]
     mine = pairs[rank // 2]
-    return compare(mine, (3,), (2, 1))
-
-
-def test_a_group_of_some_ranks():
-    assert run_world(groups_of_two, 4, backend="host") == [[]] * 4
+    assert compare(mine, (3,), (2, 1)) == []
 
 
 def default_group(rank, size):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from ddp_oracle import naive_average
-from harness import run_ranks
+from on_ranks import on_ranks
 from torch import func, nn
 
 from collectives.ddp import DistributedDataParallel
@@ -52,7 +52,10 @@ TRANSFORMS = {
 }
 
 
-def transformed(group, name, before):
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+@on_ranks(2)
+def test_transforms_see_the_module_alone(group, name, before):
     """Compares a transform over the wrapper with that over the module, and trains by its result."""
     torch.manual_seed(group.rank())
     module = Scaled()
@@ -67,21 +70,15 @@ def transformed(group, name, before):
     twin = copy.deepcopy(module)
     twin.scale = torch.arange(3.0) + 1
     transform = TRANSFORMS[name]
-    same = torch.allclose(transform(ours, x), transform(twin, x))
+    assert torch.allclose(transform(ours, x), transform(twin, x))
     loss, expected = (transform(model, x).square().sum() for model in (ours, twin))
     if not loss.requires_grad:
         loss, expected = squares(ours)(x), squares(twin)(x)
     loss.backward()
     expected.backward()
     naive_average(twin.parameters(), group)
-    return same, all(
+    assert all(
         torch.allclose(mine.grad, theirs.grad, atol=1e-5)
         for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True)
         if theirs.grad is not None
     )
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_see_the_module_alone(name, before) -> None:
-    assert run_ranks(transformed, 2, name, before, backend="host") == [(True, True)] * 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from given_gradients import same_on_all_ranks
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import bits, equal_states, groups_of, net, same, train
 
@@ -17,8 +19,9 @@ from collectives.ddp.optim import ZeroRedundancyOptimizer
 SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 
-def overlapped(group):
-    wrong = []
+@SIZES
+@on_ranks()
+def test_updates_during_the_backward_pass_equal_those_after_it(group):
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         for shard in (False, True):
             for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
@@ -39,9 +42,8 @@ def overlapped(group):
                 good = same(got, expected) and same(*grads)
                 if group.rank() == 0:
                     good = good and equal_states(zero.state_dict(), plain.state_dict())
-                if not good:
-                    wrong.append((make.__name__, shard, options))
-    return wrong, overlapped_and_uneven(group)
+                assert good, (make.__name__, shard, options)
+    overlapped_and_uneven(group)
 
 
 def overlapped_and_uneven(group):
@@ -55,19 +57,12 @@ def overlapped_and_uneven(group):
         ddp.join(divide_by_initial_world_size=False).__enter__()
     with Join([ddp, zero]):
         train(ddp, zero, group, steps=2 + group.rank())
-    return bits(ddp)
+    assert same_on_all_ranks(group, bits(ddp))
 
 
-@SIZES
-def test_updates_during_the_backward_pass_equal_those_after_it(world_size) -> None:
-    results = run_ranks(overlapped, world_size, backend="host")
-    assert [wrong for wrong, _ in results] == [[]] * world_size
-    assert all(torch.equal(uneven, results[0][1]) for _, uneven in results)
-
-
-def low_rank(group):
-    """Returns for which hooks around PowerSGD, whose futures wait for the next bucket, training differs."""
-    wrong = []
+@on_ranks(2, timeout=30)
+def test_updates_during_the_backward_pass_beside_low_rank_gradients(group):
+    """Trains with hooks around PowerSGD, whose futures wait for the next bucket."""
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         for hook in (powerSGD_hook, bf16_compress_wrapper(powerSGD_hook)):
             models = [
@@ -81,13 +76,8 @@ def low_rank(group):
                 state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
                 model.register_comm_hook(state, its)
             got = train(models[1], zero, group)
-            if not same(got, train(models[0], plain, group)) or not state.total_numel_after_compression:
-                wrong.append((make.__name__, hook.__name__))
-    return wrong
-
-
-def test_updates_during_the_backward_pass_beside_low_rank_gradients() -> None:
-    assert run_ranks(low_rank, 2, backend="host", timeout=30) == [[]] * 2
+            assert same(got, train(models[0], plain, group)), (make.__name__, hook.__name__)
+            assert state.total_numel_after_compression
 
 
 class Breaking(torch.optim.SGD):
@@ -101,9 +91,17 @@ class Breaking(torch.optim.SGD):
         return super().step(closure)
 
 
-def failing_updates(group, where):
-    """Returns, for both hooks, the error of the second pass and whether the ranks stay equal."""
-    found = []
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("hook", "OSError: in the hook"),
+        ("future", "OSError: in the future"),
+        ("optimizer of one rank", "ArithmeticError: in the optimizer"),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_parameters_stay_equal_where_an_update_fails(group, where, words):
+    """Checks, for both hooks, the error of the second pass and that the ranks stay equal."""
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.0001)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), Breaking, group, overlap_with_ddp=True, lr=0.1)
@@ -126,41 +124,15 @@ def failing_updates(group, where):
             Breaking.broken = group.rank() == 1
         else:
             fails.append(True)
-        with pytest.raises(GradientSyncError) as caught:
+        with pytest.raises(GradientSyncError, match=words):
             train(ddp, zero, group, steps=1, first=2)
         Breaking.broken = False
         fails.clear()
         after = bits(ddp)
-        everyone = torch.stack([after] * group.size())
-        group.all_gather_single(everyone.view(-1), after).wait()
-        last = train(ddp, zero, group, steps=1, first=3)[-1]
-        found.append(
-            (
-                str(caught.value),
-                bool((everyone == after).all()),
-                not torch.equal(before, after),
-                last,
-            )
-        )
-    return found
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        ("hook", "OSError: in the hook"),
-        ("future", "OSError: in the future"),
-        ("optimizer of one rank", "ArithmeticError: in the optimizer"),
-    ],
-)
-def test_parameters_stay_equal_where_an_update_fails(where, words) -> None:
-    ranks = run_ranks(failing_updates, 2, where, backend="host", timeout=30)
-    for one, other in zip(*ranks, strict=True):
-        for message, equal, changed, _ in (one, other):
-            assert words in message
-            assert equal
-            assert changed or where == "hook"  # the buckets that did not fail, as far as the pass came
-        assert torch.equal(one[3], other[3])
+        assert same_on_all_ranks(group, after)
+        # Changed by the buckets that did not fail, as far as the pass came.
+        assert where == "hook" or not torch.equal(before, after)
+        assert same_on_all_ranks(group, train(ddp, zero, group, steps=1, first=3)[-1])
 
 
 def failing_step(group):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from zero_training import batch, bits, equal_states, groups_of, net, same, train
 
@@ -29,9 +30,10 @@ SIZES = pytest.mark.parametrize("world_size", [2, 3])
 # ---- training ------------------------------------------------------------------------------------------
 
 
-def compare(group):
-    """Returns what differs from the wrapped optimizer, of parameters and of the consolidated state."""
-    wrong = []
+@SIZES
+@on_ranks()
+def test_training_equals_the_wrapped_optimizer_bit_for_bit(group):
+    """Compares with the wrapped optimizer the parameters and the consolidated state."""
     for name, (kind, options) in OPTIMIZERS.items():
         for view, grouped, schedule in WAYS:
             models = [DistributedDataParallel(net(), process_group=group) for _ in range(2)]
@@ -46,26 +48,16 @@ def compare(group):
             good = same(got, expected)
             if group.rank() == 1:
                 good = good and equal_states(zero.state_dict(), plain.state_dict())
-            if not good:
-                wrong.append((name, view, grouped, schedule))
-    return wrong
-
-
-@SIZES
-def test_training_equals_the_wrapped_optimizer_bit_for_bit(world_size) -> None:
-    assert run_ranks(compare, world_size, backend="host") == [[]] * world_size
+            assert good, (name, view, grouped, schedule)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "round_robin"])
-def test_training_on_other_backends(backend) -> None:
-    assert run_ranks(once, 2, backend=backend) == [True] * 2
-
-
-def once(group):
+@on_ranks(2, asked="backend")
+def test_training_on_other_backends(group):
     models = [DistributedDataParallel(net(), process_group=group) for _ in range(2)]
     expected = train(models[0], torch.optim.Adam(models[0].parameters(), lr=0.01), group)
     zero = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.Adam, group, lr=0.01)
-    return same(train(models[1], zero, group), expected)
+    assert same(train(models[1], zero, group), expected)
 
 
 def sizes(group):
@@ -132,34 +124,27 @@ class ExtraArgument(torch.optim.SGD):
         extra.append(closure)
 
 
-def closures_that_cannot_be_called(group):
+@on_ranks(1)
+def test_what_cannot_be_called_goes_to_the_optimizer_as_in_torch(group):
     zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(2))], ExtraArgument, group, lr=0.1)
-    seen = []
-    zero.step(0, extra=seen)
-    return seen
+    zero.step(0, extra=(seen := []))
+    assert seen == [0]
 
 
-def test_what_cannot_be_called_goes_to_the_optimizer_as_in_torch() -> None:
-    assert run_ranks(closures_that_cannot_be_called, 1, backend="host") == [[0]]
-
-
-def frozen_later(group):
+@on_ranks(2)
+def test_a_frozen_parameter_added_later_goes_where_there_is_least(group):
     sizes = [9, 7, 5, 3] * group.size()
     zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(n)) for n in sizes[:-1]], torch.optim.SGD, group)
     zero.add_param_group({"params": [nn.Parameter(torch.ones(sizes[-1]), requires_grad=False)]})
-    return sum(p.numel() for part in zero.optim.param_groups for p in part["params"])
-
-
-def test_a_frozen_parameter_added_later_goes_where_there_is_least() -> None:
-    assert run_ranks(frozen_later, 2, backend="host") == [24, 24]
+    assert sum(p.numel() for part in zero.optim.param_groups for p in part["params"]) == 24
 
 
 # ---- checkpoints and changes ---------------------------------------------------------------------------
 
 
-def checkpoint(group):
+@on_ranks(3)
+def test_checkpoints_go_on_as_if_nothing_had_happened(group):
     """Goes on from a checkpoint in another optimizer of both kinds as in the one that wrote it."""
-    wrong = []
     for kind, options in OPTIMIZERS.values():
         first = DistributedDataParallel(net(), process_group=group)
         zero = ZeroRedundancyOptimizer(groups_of(first.module), kind, group, **options)
@@ -184,15 +169,13 @@ def checkpoint(group):
             train(model, optimizer, group, steps=3, first=2)
             for model, optimizer in ((first, zero), (second, reloaded), (third, plain))
         ]
-        if not same(paths[0], paths[1]) or not same(paths[0], paths[2]):
-            wrong.append(kind.__name__)
-        if not equal_states(state, before):
-            wrong.append(f"{kind.__name__} changed the state that it loaded")
+        assert same(paths[0], paths[1])
+        assert same(paths[0], paths[2])
+        assert equal_states(state, before), "the state that was loaded has changed"
     with pytest.raises(ValueError, match="parameter group"):
         zero.load_state_dict({"state": {}, "param_groups": []})
     with pytest.raises(ValueError, match="rank 7"):
         zero.consolidate_state_dict(to=7)
-    return wrong
 
 
 def share(state, group):
@@ -211,11 +194,9 @@ def share(state, group):
     return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
-def test_checkpoints_go_on_as_if_nothing_had_happened() -> None:
-    assert run_ranks(checkpoint, 3, backend="host") == [[]] * 3
-
-
-def thawing(group, view):
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_parameter_groups_are_added_and_parameters_frozen(group, view):
     """A layer is thawed and its parameters are added later, then another one is frozen."""
     models = [DistributedDataParallel(net(), process_group=group, find_unused_parameters=True) for _ in "ab"]
     optimizers = []
@@ -244,18 +225,16 @@ def thawing(group, view):
         optimizer.step()
         path.append(bits(model))
         paths.append(path)
-    return same(*paths), [g["lr"] for g in optimizers[1].param_groups]
-
-
-def test_parameter_groups_are_added_and_parameters_frozen() -> None:
-    for view in (False, True):
-        assert run_ranks(thawing, 2, view, backend="host") == [(True, [0.1, 0.01, 0.1])] * 2
+    assert same(*paths)
+    assert [g["lr"] for g in optimizers[1].param_groups] == [0.1, 0.01, 0.1]
 
 
 # ---- uneven inputs -------------------------------------------------------------------------------------
 
 
-def uneven(group, micro):
+@pytest.mark.parametrize("micro", [1, 2])
+@on_ranks(3)
+def test_ranks_without_inputs_update_their_part(group, micro):
     """Trains as the wrapped optimizer would in a loop where ranks without inputs give zeros."""
     counts = [2 * micro, 5 * micro, 3 * micro]
     ddp = DistributedDataParallel(net(), process_group=group)
@@ -277,7 +256,7 @@ def uneven(group, micro):
             if last:
                 plain.step()
                 plain.zero_grad()
-    return torch.equal(bits(ddp), bits(plain_ddp))
+    assert torch.equal(bits(ddp), bits(plain_ddp))
 
 
 def loss(ddp, x, sync, weight):
@@ -287,15 +266,11 @@ def loss(ddp, x, sync, weight):
     return value
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-def test_ranks_without_inputs_update_their_part(micro) -> None:
-    assert run_ranks(uneven, 3, micro, backend="host") == [True] * 3
-
-
 # ---- errors --------------------------------------------------------------------------------------------
 
 
-def refused(group):
+@on_ranks(2)
+def test_wrong_use_is_refused_and_leaves_the_optimizer_usable(group):
     sgd = torch.optim.SGD
     weight = nn.Parameter(torch.ones(2))
     ddp = DistributedDataParallel(net(), process_group=group)
@@ -327,8 +302,4 @@ def refused(group):
         with pytest.raises(kind, match=match):
             call()
     train(ddp, zero, group, steps=1)
-    return len(zero.param_groups)
-
-
-def test_wrong_use_is_refused_and_leaves_the_optimizer_usable() -> None:
-    assert run_ranks(refused, 2, backend="host") == [1, 1]
+    assert len(zero.param_groups) == 1

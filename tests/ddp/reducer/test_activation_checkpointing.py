@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_oracle import data, pair, same_averages, same_pass
-from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,11 +27,6 @@ class Checkpointed(nn.Module):
         return self.spare(x) if spare else x
 
 
-def checkpointed(group, reentrant, times, spare, options):
-    ours, naive = pair(group, Checkpointed, bucket_cap_mb=0, **options)
-    return [same_pass(ours, naive, data(group.rank(), step), reentrant, times, spare) for step in range(3)]
-
-
 @pytest.mark.parametrize(
     ("reentrant", "times", "spare", "options"),
     [
@@ -44,34 +39,33 @@ def checkpointed(group, reentrant, times, spare, options):
         (True, 3, False, {"static_graph": True, "gradient_as_bucket_view": True, "batched_grad_copy": True}),
     ],
 )
-def test_activation_checkpointing(reentrant, times, spare, options) -> None:
-    for same in run_ranks(checkpointed, 2, reentrant, times, spare, options, backend="host"):
-        assert same == [True] * 3
+@on_ranks(2)
+def test_activation_checkpointing(group, reentrant, times, spare, options):
+    ours, naive = pair(group, Checkpointed, bucket_cap_mb=0, **options)
+    for step in range(3):
+        assert same_pass(ours, naive, data(group.rank(), step), reentrant, times, spare)
 
 
-def repeated(group, static):
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_gradients_that_come_again_are_named(group, static):
     ours, _ = pair(group, Checkpointed, static_graph=static)
     times = 1 + (group.rank() == 1)
     if static:
         ours(data(group.rank()), True, 1).sum().backward()
     with pytest.raises(GradientSyncError) as caught:
         ours(data(group.rank()), True, times).sum().backward()
-    return str(caught.value), caught.value.reasons
+    message, reasons = str(caught.value), caught.value.reasons
+    assert list(reasons) == [1]
+    assert "2 of 8 parameters got" in reasons[1]
+    assert "shared.weight" in reasons[1]
+    assert ("leave it out" if static else "use_reentrant=False") in message
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_gradients_that_come_again_are_named(static) -> None:
-    for message, reasons in run_ranks(repeated, 2, static, backend="host"):
-        assert list(reasons) == [1]
-        assert "2 of 8 parameters got" in reasons[1]
-        assert "shared.weight" in reasons[1]
-        assert ("leave it out" if static else "use_reentrant=False") in message
-
-
-def static_and_unused(group):
+@on_ranks(2)
+def test_static_graph_with_unused_parameters_and_no_sync(group):
     """Unused parameters and ``no_sync`` with a static graph: what torch refuses or gets wrong."""
     ours, naive = pair(group, Checkpointed, static_graph=True)
-    same = []
     for step in range(4):
         spare = group.rank() == 0
         for model in (ours, naive):
@@ -83,12 +77,8 @@ def static_and_unused(group):
             else:
                 naive(data(group.rank(), 9 + step), False, 1, spare).sum().backward()
             model(data(group.rank(), step), False, 1, spare).sum().backward()
-        same.append(same_averages(ours, naive))
-    return same, ours._get_ddp_logging_data()["can_set_static_graph"]
-
-
-def test_static_graph_with_unused_parameters_and_no_sync() -> None:
-    assert run_ranks(static_and_unused, 2, backend="host") == [([True] * 4, True)] * 2
+        assert same_averages(ours, naive)
+    assert ours._get_ddp_logging_data()["can_set_static_graph"]
 
 
 class Deep(nn.Module):
@@ -104,13 +94,9 @@ class Deep(nn.Module):
         return checkpoint(lambda y: self(torch.tanh(self.layers[first](y)), first + 1), x, use_reentrant=True)
 
 
-def deep_checkpoints(group, static):
-    ours, naive = pair(group, Deep, static_graph=static, bucket_cap_mb=0.0005)
-    return [same_pass(ours, naive, data(group.rank(), step).requires_grad_()) for step in range(2)]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("static", [False, True])
-def test_checkpoints_on_several_threads_of_the_engine(static) -> None:
-    for same in run_ranks(deep_checkpoints, 2, static, backend="host"):
-        assert same == [True] * 2
+@on_ranks(2)
+def test_checkpoints_on_several_threads_of_the_engine(group, static):
+    ours, naive = pair(group, Deep, static_graph=static, bucket_cap_mb=0.0005)
+    assert all(same_pass(ours, naive, data(group.rank(), step).requires_grad_()) for step in range(2))

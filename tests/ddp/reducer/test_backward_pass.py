@@ -22,6 +22,7 @@ from ddp_oracle import (
     same_pass,
 )
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
@@ -58,34 +59,34 @@ def different_orders(group, view):
     for name, parameter in ours.module.named_parameters():
         parameter.register_hook(lambda grad, name=name: ready.append(name))
     orders = [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2]]
-    same = []
     for step in range(3):
         order = orders[(group.rank() + step) % 3]
         ours.zero_grad()
         naive.zero_grad()
         ours(data(group.rank(), step), order).backward()
         naive(data(group.rank(), step), order).backward()
-        same.append(same_averages(ours, naive))
-    return same, ready, launched
+        assert same_averages(ours, naive)
+    return ready, launched
 
 
 @VIEWS
 def test_buckets_launch_in_order_where_ranks_disagree_on_the_order_of_gradients(view) -> None:
     """Fig. 3(a) of the paper."""
     results = run_ranks(different_orders, 3, view, backend="host")
-    assert all(same == [True] * 3 for same, _, _ in results)
-    assert len({tuple(ready) for _, ready, _ in results}) == 3
-    launched = [launched for _, _, launched in results]
+    assert len({tuple(ready) for ready, _ in results}) == 3
+    launched = [launched for _, launched in results]
     assert launched[0] == launched[1] == launched[2]
     assert [index for index, _ in launched[0]] == [0, 1, 2, 3] * 3
     assert [name for _, name in launched[0][:4]] == [f"weights.{i}" for i in (3, 2, 1, 0)]
-    assert [name for _, name in launched[0][4:8]] == results[0][1][:4], (
+    assert [name for _, name in launched[0][4:8]] == results[0][0][:4], (
         "laid out again as rank 0's gradients came"
     )
     assert launched[0][4:8] == launched[0][8:]
 
 
-def overlapping(group, batched):
+@pytest.mark.parametrize("batched", [False, True])
+@on_ranks(2)
+def test_reduction_starts_while_the_backward_pass_runs(group, batched):
     Marked.log = []
     ours, _ = pair(group, Chain, bucket_cap_mb=0.00004, batched_grad_copy=batched)
 
@@ -95,29 +96,25 @@ def overlapping(group, batched):
 
     ours.register_comm_hook(group, hook)
     ours(data(group.rank())).sum().backward()
-    return Marked.log
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_reduction_starts_while_the_backward_pass_runs(batched) -> None:
-    for log in run_ranks(overlapping, 2, batched, backend="host"):
-        assert log == [
-            "after c",
-            "launch c.bias+c.weight",
-            "after b",
-            "launch b.bias+b.weight",
-            "after a",
-            "launch a.bias+a.weight",
-        ]
+    log = Marked.log
+    assert log == [
+        "after c",
+        "launch c.bias+c.weight",
+        "after b",
+        "launch b.bias+b.weight",
+        "after a",
+        "launch a.bias+a.weight",
+    ]
 
 
 def with_batch_norm():
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
 
 
-def several_forwards(group, view):
+@VIEWS
+@on_ranks(2)
+def test_several_forwards_before_their_backward_passes(group, view):
     ours, naive = pair(group, with_batch_norm, gradient_as_bucket_view=view)
-    same = []
 
     def outputs(model, step, buffers=False):
         found = []
@@ -144,45 +141,35 @@ def several_forwards(group, view):
                 loss.backward(retain_graph=True)
                 if naively:
                     naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same, ours.reducer.passes
+        assert equal(grads(ours.module), grads(naive))
+    assert ours.reducer.passes == 7
 
 
-@VIEWS
-def test_several_forwards_before_their_backward_passes(view) -> None:
-    for same, passes in run_ranks(several_forwards, 2, view, backend="host"):
-        assert same == [True] * 4
-        assert passes == 7
-
-
-def forward_decides(group):
+@on_ranks(2)
+def test_no_sync_is_decided_when_forward_runs_and_left_on_an_exception(group):
     """What a pass does is decided by its forward, wherever the pass runs."""
     ours, naive = pair(group)
     rank = group.rank()
     with ours.no_sync():
         inside = ours(data(rank, 0))
     outside = ours(data(rank, 1))
-    found = []
     inside.sum().backward()
-    found.append(ours.reducer.passes)
+    assert ours.reducer.passes == 0
     with ours.no_sync():
         outside.sum().backward()
-    found.append(ours.reducer.passes)
+    assert ours.reducer.passes == 1
     naive(data(rank, 0)).sum().backward()
     naive(data(rank, 1)).sum().backward()
-    found.append(same_averages(ours, naive))
+    assert same_averages(ours, naive)
     with ours.no_sync():
         first = ours(data(rank, 2))
     (first * ours(data(rank, 3))).sum().backward()
     (naive(data(rank, 2)) * naive(data(rank, 3))).sum().backward()
-    found += [ours.reducer.passes, same_averages(ours, naive)]
+    assert ours.reducer.passes == 2
+    assert same_averages(ours, naive)
     with pytest.raises(KeyError), ours.no_sync():
         raise KeyError
-    return [*found, ours.require_backward_grad_sync]
-
-
-def test_no_sync_is_decided_when_forward_runs_and_left_on_an_exception() -> None:
-    assert run_ranks(forward_decides, 2, backend="host") == [[0, 1, True, 2, True, True]] * 2
+    assert ours.require_backward_grad_sync
 
 
 class Side(nn.Module):
@@ -197,46 +184,46 @@ class Side(nn.Module):
         return "see loss"
 
 
-def unusual_sources(group):
+@on_ranks(2)
+def test_losses_from_elsewhere_and_gradients_of_inputs(group):
     rank = group.rank()
     ours, naive = pair(group, Side)
     ours(data(rank))
     ours.module.loss.backward()
     naive(data(rank))
     naive.loss.backward()
-    found = [same_averages(ours, naive)]
+    assert same_averages(ours, naive)
     local = ours.module.layer.weight.sum()
     local.backward()
     naive.layer.weight.sum().backward()
-    found.append((equal(grads(ours.module), grads(naive)), ours.reducer.passes))
+    assert equal(grads(ours.module), grads(naive))
+    assert ours.reducer.passes == 1
 
     ours, naive = pair(group)
     x = data(rank).requires_grad_()
     out = ours(x)
     inner = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
     weights = torch.autograd.grad(out.sum(), list(ours.parameters()), retain_graph=True)
-    found.append((ours.reducer.passes, len(weights), [p.grad for p in ours.parameters()] == [None] * 4))
+    assert (ours.reducer.passes, len(weights)) == (0, 4)
+    assert [p.grad for p in ours.parameters()] == [None] * 4
     (out.sum() + inner.square().sum()).backward()
     y = data(rank).requires_grad_()
     out = naive(y)
     inner = torch.autograd.grad(out.sum(), y, create_graph=True)[0]
     (out.sum() + inner.square().sum()).backward()
-    found.append((ours.reducer.passes, same_averages(ours, naive)))
+    assert ours.reducer.passes == 1
+    assert same_averages(ours, naive)
 
     x.grad = None
     ours(x).sum().backward(inputs=[x])
-    found.append((ours.reducer.passes, x.grad is not None))
+    assert ours.reducer.passes == 1
+    assert x.grad is not None
     with torch.no_grad():
-        found.append(ours(x).requires_grad)
-    return found
+        assert not ours(x).requires_grad
 
 
-def test_losses_from_elsewhere_and_gradients_of_inputs() -> None:
-    for found in run_ranks(unusual_sources, 2, backend="host"):
-        assert found == [True, (True, 1), (0, 4, True), (1, True), (1, True), False]
-
-
-def temporary_module(group):
+@on_ranks(2)
+def test_a_wrapper_lives_as_long_as_its_output_needs_it(group):
     """The wrapper is given up between forward and backward."""
     torch.manual_seed(group.rank())
     module, naive = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -245,11 +232,7 @@ def temporary_module(group):
     naive.load_state_dict(module.state_dict())
     naive(data(group.rank())).sum().backward()
     naive_average(naive.parameters(), group)
-    return equal(grads(module), grads(naive))
-
-
-def test_a_wrapper_lives_as_long_as_its_output_needs_it() -> None:
-    assert run_ranks(temporary_module, 2, backend="host") == [True, True]
+    assert equal(grads(module), grads(naive))
 
 
 class Scaled(nn.Module):
@@ -265,42 +248,36 @@ class Scaled(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def outside_of_forward(group):
+@on_ranks(2)
+def test_static_graph_with_parameters_outside_of_forward(group):
     """Feature DP-18: parameters that take part outside of forward, with a static graph."""
     ours, naive = pair(group, Scaled, static_graph=True)
-    same = []
     for step in range(3):
         x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + group.rank()))
         for model, scale in ((ours, ours.module.scale), (naive, naive.scale)):
             model.zero_grad()
             (model(x) * scale).sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
+        assert same_averages(ours, naive)
 
 
-def test_static_graph_with_parameters_outside_of_forward() -> None:
-    assert run_ranks(outside_of_forward, 2, backend="host") == [[True] * 3] * 2
-
-
-def double_backward(group, view):
+@VIEWS
+@on_ranks(2)
+def test_backward_that_records_a_graph(group, view):
     ours, naive = pair(group, gradient_as_bucket_view=view)
     for model in (ours, naive):
         x = data(group.rank())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that gradients with graphs make cycles
             model(x).square().sum().backward(create_graph=True)
-    same = same_averages(ours, naive)
+    assert same_averages(ours, naive)
     for model in (ours, naive):
         model.zero_grad()
-    return same
 
 
 @VIEWS
-def test_backward_that_records_a_graph(view) -> None:
-    assert run_ranks(double_backward, 2, view, backend="host") == [True, True]
-
-
-def hooks_of_the_user(group, view, in_place):
+@pytest.mark.parametrize("in_place", [False, True])
+@on_ranks(2)
+def test_what_hooks_of_the_user_make_of_a_gradient_is_averaged(group, view, in_place):
     """Clips each gradient as it comes, by hooks registered before and after wrapping."""
     naive = Chain()
     torch.manual_seed(5)
@@ -323,14 +300,7 @@ def hooks_of_the_user(group, view, in_place):
         for model in (module, naive):
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(double)
-        return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
-
-
-@VIEWS
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_hooks_of_the_user_make_of_a_gradient_is_averaged(view, in_place) -> None:
-    for same in run_ranks(hooks_of_the_user, 2, view, in_place, backend="host"):
-        assert same == [True] * 3
+        assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
 
 
 class Odd(nn.Module):
@@ -347,21 +317,15 @@ class Odd(nn.Module):
         return self.layer(x * self.scale) + self.first.sum() + self.last.sum()
 
 
-def odd_sizes(group, options):
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2, asked="backend")
+def test_parameters_without_elements(group, options):
     ours, naive = pair(group, Odd, **options)
-    same = []
     for step in range(3):
         for model in (ours, naive):
             model(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
-
-
-@pytest.mark.parametrize("backend_name", ["host", "gloo"])
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
-def test_parameters_without_elements(options, backend_name) -> None:
-    for same in run_ranks(odd_sizes, 2, options, backend=backend_name):
-        assert same == [True] * 3
+        assert same_averages(ours, naive)
 
 
 def under_dist_autograd(group, folder, remote):
@@ -381,13 +345,12 @@ def under_dist_autograd(group, folder, remote):
             message = str(error)
         group.barrier().wait()
     rpc.shutdown()
+    assert "torch.distributed.autograd.backward() keeps gradients in its context" in message
     ours(data(rank, 1)).sum().backward()
     naive(data(rank, 1)).sum().backward()
-    return message, same_averages(ours, naive)
+    assert same_averages(ours, naive)
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
 def test_dist_autograd_is_refused(tmp_path, remote) -> None:
-    for message, same in run_ranks(under_dist_autograd, 2, str(tmp_path), remote, backend="host"):
-        assert "torch.distributed.autograd.backward() keeps gradients in its context" in message
-        assert same
+    run_ranks(under_dist_autograd, 2, str(tmp_path), remote, backend="host")

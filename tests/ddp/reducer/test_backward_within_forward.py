@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_oracle import Chain, data, equal, grads, naive_average, pair
-from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -27,10 +27,12 @@ class Manual(nn.Module):
         return loss.detach()
 
 
-def within_forward(group, view, losses):
+@VIEWS
+@pytest.mark.parametrize("losses", ["1", "12"])
+@on_ranks(2)
+def test_a_backward_pass_within_forward_is_averaged(group, view, losses):
     options = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
     ours, naive = pair(group, Manual, **options)
-    same = []
     for step in range(3):
         x = data(group.rank(), step)
         if step == 1:
@@ -42,56 +44,35 @@ def within_forward(group, view, losses):
         for name in losses:
             naive(x, name)
             naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        assert equal(grads(ours.module), grads(naive))
         ours.zero_grad()
         naive.zero_grad()
-    return same, ours.reducer.passes
+    assert ours.reducer.passes == 2 * len(losses)
 
 
-@VIEWS
-@pytest.mark.parametrize("losses", ["1", "12"])
-def test_a_backward_pass_within_forward_is_averaged(view, losses) -> None:
-    for same, passes in run_ranks(within_forward, 2, view, losses, backend="host"):
-        assert same == [True, True]
-        assert passes == 2 * len(losses)
-
-
-def within_forward_under_join(group):
+@on_ranks(2)
+def test_ranks_that_have_joined_shadow_backward_passes_within_forward(group):
     ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
     with ours.join():
         for step in range(2 + group.rank()):
             ours.zero_grad()
             ours(data(group.rank(), step), "12")
-    return ours.reducer.passes
+    assert ours.reducer.passes == 6
 
 
-def test_ranks_that_have_joined_shadow_backward_passes_within_forward() -> None:
-    assert run_ranks(within_forward_under_join, 2, backend="host") == [6, 6]
-
-
-def within_one_forward_only(group):
+@on_ranks(2)
+def test_a_backward_pass_within_forward_is_checked(group):
     ours = DistributedDataParallel(Manual(), process_group=group)
-    try:
+    with pytest.raises(GradientSyncError, match=r"got no gradient: second\."):
         ours(data(group.rank()), "1")
-    except GradientSyncError as error:
-        return str(error)
-    return None
 
 
-def test_a_backward_pass_within_forward_is_checked() -> None:
-    for message in run_ranks(within_one_forward_only, 2, backend="host"):
-        assert "got no gradient: second." in message
-
-
-def on_one_rank_within_forward(group):
+@on_ranks(2)
+def test_a_forward_that_raised_has_no_later_pass(group):
     ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
     ours.module.second.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         ours(data(group.rank()), "12")
     loss = ours.module.first(data(group.rank())).sum()
     loss.backward()  # of no forward: stays on this rank
-    return ours.reducer.passes
-
-
-def test_a_forward_that_raised_has_no_later_pass() -> None:
-    assert run_ranks(on_one_rank_within_forward, 2, backend="host") == [1, 1]
+    assert ours.reducer.passes == 1

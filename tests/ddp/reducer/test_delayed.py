@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import Launches, Layers, naive_average, same_gradients, same_pass
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,10 +26,11 @@ def delaying(module, group, trigger, **options):
     parameters = dict(module.named_parameters())
     hooked = trigger if isinstance(trigger, nn.Parameter) else parameters[trigger]
     seen = []
+    names = DELAYED[:: 1 - 2 * (group.rank() % 2)]  # in whatever order a rank names them
     ours = DistributedDataParallel(
         module,
         process_group=group,
-        delay_all_reduce_named_params=[(name, parameters[name]) for name in DELAYED],
+        delay_all_reduce_named_params=[(name, parameters[name]) for name in names],
         param_to_hook_all_reduce=hooked,
         **options,
     )
@@ -46,7 +48,6 @@ def delayed(group, trigger, options):
     foreign = nn.Parameter(torch.ones(1))
     ours, seen = delaying(module, group, foreign if trigger == "foreign" else trigger, **options)
     sent = Launches(group)
-    wrong = []
     for step in range(2):
         seen.clear()
         sent.sizes.clear()
@@ -56,39 +57,34 @@ def delayed(group, trigger, options):
         sizes = list(sent.sizes)
         naive(data(group.rank(), step) * foreign.detach()).sum().backward()
         naive_average(naive.parameters(), group)
-        wrong += same_gradients(ours.module, naive)
-    return wrong, seen, sizes
+        assert same_gradients(ours.module, naive) == []
+    return seen, sizes
 
 
 @pytest.mark.parametrize("trigger", ["layers.1.weight", "layers.3.bias", "foreign"])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_delayed_gradients_are_one_message_that_no_hook_sees(trigger, options) -> None:
-    for wrong, seen, sizes in run_ranks(delayed, 2, trigger, {**options, "bucket_cap_mb": 0}, backend="host"):
-        assert wrong == []
+    for seen, sizes in run_ranks(delayed, 2, trigger, {**options, "bucket_cap_mb": 0}, backend="host"):
         assert sorted(seen) == sorted(name for name, _ in Layers().named_parameters() if name not in DELAYED)
         assert sizes.count(9 + 3 + 3) == 1
         assert sizes[-2] == 9 + 3 + 3  # after the last bucket, before the signals
 
 
-def delayed_without_sync(group):
+@on_ranks(2)
+def test_delayed_gradients_are_averaged_under_no_sync(group):
     module, naive = Layers(), Layers()
     ours, _ = delaying(module, group, "layers.0.weight")
     parameters = dict(naive.named_parameters())
-    wrong = []
     for step in range(3):
         with ours.no_sync() if step < 2 else contextlib.nullcontext():
             ours(data(group.rank(), step)).sum().backward()
         naive(data(group.rank(), step)).sum().backward()
         naive_average(naive.parameters() if step == 2 else [parameters[n] for n in DELAYED], group)
-        wrong.append(same_gradients(ours.module, naive))
-    return wrong
+        assert same_gradients(ours.module, naive) == []
 
 
-def test_delayed_gradients_are_averaged_under_no_sync() -> None:
-    assert run_ranks(delayed_without_sync, 2, backend="host") == [[[], [], []]] * 2
-
-
-def launched_early(group):
+@on_ranks(2)
+def test_delayed_gradients_leave_as_soon_as_their_trigger_has_its_own(group):
     module = Layers()
     ours, _ = delaying(module, group, "layers.1.weight")
     sent = Launches(group)
@@ -97,14 +93,11 @@ def launched_early(group):
         module.layers[layer].weight.register_hook(lambda grad: before.append(len(sent.sizes)))
     with ours.no_sync():
         ours(data(group.rank())).sum().backward()
-    return before, sent.sizes
+    assert (before, sent.sizes) == ([0, 1], [15])
 
 
-def test_delayed_gradients_leave_as_soon_as_their_trigger_has_its_own() -> None:
-    assert run_ranks(launched_early, 2, backend="host") == [([0, 1], [15])] * 2
-
-
-def delayed_unused(group):
+@on_ranks(2)
+def test_delayed_gradients_that_do_not_come_are_zeros_and_no_error(group):
     module = Layers()
     ours, _ = delaying(module, group, "layers.0.weight")
     half = Layers()
@@ -112,11 +105,7 @@ def delayed_unused(group):
     ours(data(group.rank()), run).sum().backward()
     half(data(group.rank()), run).sum().backward()
     naive_average(half.parameters(), group)
-    return same_gradients(module, half)
-
-
-def test_delayed_gradients_that_do_not_come_are_zeros_and_no_error() -> None:
-    assert run_ranks(delayed_unused, 2, backend="host") == [[]] * 2
+    assert same_gradients(module, half) == []
 
 
 class Twice(nn.Module):
@@ -134,7 +123,8 @@ class Twice(nn.Module):
         return x
 
 
-def delayed_twice(group):
+@on_ranks(2)
+def test_delayed_gradients_that_come_twice_are_averaged_whole(group):
     module, naive = Twice(), Twice()
     weight = module.shared.weight
     ours = DistributedDataParallel(
@@ -144,11 +134,7 @@ def delayed_twice(group):
         delay_all_reduce_named_params=[("shared.weight", weight), ("shared.bias", module.shared.bias)],
         param_to_hook_all_reduce=weight,
     )
-    return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
-
-
-def test_delayed_gradients_that_come_twice_are_averaged_whole() -> None:
-    assert run_ranks(delayed_twice, 2, backend="host") == [[True] * 3] * 2
+    assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
 
 
 def delayed_error(group):
@@ -169,19 +155,15 @@ def test_an_exception_within_backward_leaves_nobody_waiting_for_delayed_gradient
     assert (first, second) == (("GradientSyncError", 2.0), ("ZeroDivisionError", 2.0))
 
 
-def delayed_join(group):
+@on_ranks(1)
+def test_delayed_gradients_are_refused_under_join(group):
     ours, _ = delaying(Layers(), group, "layers.0.weight")
-    with pytest.raises(UnsupportedOperationError) as caught, ours.join():
+    with pytest.raises(UnsupportedOperationError, match="delay_all_reduce_named_params"), ours.join():
         pass
-    return str(caught.value)
 
 
-def test_delayed_gradients_are_refused_under_join() -> None:
-    (words,) = run_ranks(delayed_join, 1, backend="host")
-    assert "delay_all_reduce_named_params" in words
-
-
-def all_delayed(group):
+@on_ranks(2)
+def test_all_parameters_may_be_delayed(group):
     module, naive = Layers(), Layers()
     named = list(module.named_parameters())
     ours = DistributedDataParallel(
@@ -192,37 +174,20 @@ def all_delayed(group):
     )
     sent = Launches(group)
     ours(data(group.rank())).sum().backward()
-    number = len(sent.sizes)
-    return same_pass(ours, naive, data(group.rank())), number
+    assert len(sent.sizes) == 2  # the gradients, and what ranks tell each other of the pass
+    assert same_pass(ours, naive, data(group.rank()))
 
 
-def test_all_parameters_may_be_delayed() -> None:
-    # Two messages: the gradients, and what ranks tell each other of the pass.
-    assert run_ranks(all_delayed, 2, backend="host") == [(True, 2)] * 2
-
-
-def bad_delays(group):
+@on_ranks(1)
+def test_delays_that_make_no_sense_are_named(group):
     module = Layers()
     weight = module.layers[0].weight
-    found = []
-    for arguments in (
-        {"param_to_hook_all_reduce": weight},
-        {"delay_all_reduce_named_params": [("layers.0.weight", weight)]},
-        {
-            "delay_all_reduce_named_params": [("x", nn.Parameter(weight.data))],
-            "param_to_hook_all_reduce": weight,
-        },
-        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(1)},
+    for delayed, trigger, words in (
+        (None, weight, "only the second is given"),
+        ([("layers.0.weight", weight)], None, "only the first is given"),
+        ([("x", nn.Parameter(weight.data))], weight, "has 'x', which is no parameter"),
+        ([], torch.ones(1), "must be a parameter, but is of type Tensor"),
     ):
-        with pytest.raises((ValueError, TypeError)) as caught:
+        arguments = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": trigger}
+        with pytest.raises((ValueError, TypeError), match=words):
             DistributedDataParallel(module, process_group=group, **arguments)
-        found.append(str(caught.value))
-    return found
-
-
-def test_delays_that_make_no_sense_are_named() -> None:
-    ((second, first, unknown, kind),) = run_ranks(bad_delays, 1, backend="host")
-    assert "only the second is given" in second
-    assert "only the first is given" in first
-    assert "has 'x', which is no parameter" in unknown
-    assert "must be a parameter, but is of type Tensor" in kind

@@ -10,28 +10,11 @@ import pytest
 import torch
 from ddp_oracle import Chain, Marked, data, pair, same_pass
 from harness import Died, current_store, run_ranks
+from on_ranks import on_ranks
 
 from collectives import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 from collectives.ddp import GradientSyncError
 from collectives.ddp.hooks.default_hooks import allreduce_hook
-
-
-def broken_off(group, culprits, options, hook):
-    """The user's own backward raises on some ranks; returns what each saw and whether the next works."""
-    Marked.log = []
-    ours, naive = pair(group, Chain, **options)
-    if hook:
-        ours.register_comm_hook(group, allreduce_hook)
-    seen = []
-    for step, words in enumerate((("x", "boom", "x"), ("boom", "x", "x"), ("x", "x", "boom"))):
-        mine = words if group.rank() in culprits else ("x", "x", "x")
-        try:
-            ours(data(group.rank(), step), mine).sum().backward()
-        except (ValueError, GradientSyncError) as error:
-            seen.append(error.reasons if isinstance(error, GradientSyncError) else str(error))
-        seen.append(same_pass(ours, naive, data(group.rank(), step)))
-        ours.zero_grad()
-    return seen
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
@@ -46,13 +29,25 @@ def broken_off(group, culprits, options, hook):
     ids=str,
 )
 @pytest.mark.parametrize("culprits", [[1], [0, 1]], ids=["one rank", "all ranks"])
+@on_ranks(2)
 def test_an_exception_in_the_users_backward_reaches_the_peers_and_training_goes_on(
-    culprits, options, hook
-) -> None:
+    group, culprits, options, hook
+):
     reason = "its backward pass was broken off by an exception, which is raised there"
-    for rank, seen in enumerate(run_ranks(broken_off, 2, culprits, options, hook, backend="host")):
-        assert seen[0::2] == ["in the user's own backward" if rank in culprits else {1: reason}] * 3
-        assert seen[1::2] == [True] * 3
+    Marked.log = []
+    ours, naive = pair(group, Chain, **options)
+    if hook:
+        ours.register_comm_hook(group, allreduce_hook)
+    for step, words in enumerate((("x", "boom", "x"), ("boom", "x", "x"), ("x", "x", "boom"))):
+        mine = words if group.rank() in culprits else ("x", "x", "x")
+        with pytest.raises(ValueError if group.rank() in culprits else GradientSyncError) as caught:
+            ours(data(group.rank(), step), mine).sum().backward()
+        if group.rank() in culprits:
+            assert str(caught.value) == "in the user's own backward"
+        else:
+            assert caught.value.reasons == {1: reason}
+        assert same_pass(ours, naive, data(group.rank(), step))
+        ours.zero_grad()
 
 
 class Doing(torch.autograd.Function):
@@ -130,8 +125,8 @@ def test_gradients_of_a_pass_that_was_broken_off_do_not_change_behind_the_caller
     assert changed == []
 
 
-def broken_off_with_gradients(group):
-    """Returns how many gradients a broken-off pass does not reach, and which of them it changes."""
+@on_ranks(2)
+def test_a_pass_that_was_broken_off_leaves_gradients_alone_that_it_did_not_reach(group):
 
     def boom():
         raise ValueError("between the layers")
@@ -147,13 +142,8 @@ def broken_off_with_gradients(group):
         loss.backward()
     group.allreduce([torch.ones(1)]).wait()  # behind all that the pass has sent
     changed = [name for name, p in ours.module.a.named_parameters() if not torch.equal(p.grad, kept[name])]
-    return len(kept), changed
-
-
-def test_a_pass_that_was_broken_off_leaves_gradients_alone_that_it_did_not_reach() -> None:
-    for count, changed in run_ranks(broken_off_with_gradients, 2, backend="host"):
-        assert count
-        assert changed == []
+    assert kept
+    assert changed == []
 
 
 def dying(group, options, hook):
@@ -195,7 +185,9 @@ def test_a_rank_that_does_not_come_is_a_time_out_of_the_same_pass(options, hook)
         assert "rank 1" in message
 
 
-def out_of_step(group, more):
+@pytest.mark.parametrize("more", [1, 4, 20, 35])
+@on_ranks(2)
+def test_ranks_out_of_step_learn_it_in_the_same_pass(group, more):
     parallel, _ = pair(group)
     rank = group.rank()
     parallel(data(rank)).sum().backward()
@@ -205,12 +197,7 @@ def out_of_step(group, more):
                 parallel(data(rank)).sum().backward()
     with pytest.raises(GradientSyncError, match="Ranks averaged gradients of different passes") as caught:
         parallel(data(rank)).sum().backward()
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize("more", [1, 4, 20, 35])
-def test_ranks_out_of_step_learn_it_in_the_same_pass(more):
-    for reasons in run_ranks(out_of_step, 2, more, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert reasons[0].startswith("ran 1 forwards and 0 backward passes under no_sync")
-        assert reasons[1].startswith(f"ran {1 + more} forwards and {more} backward passes under no_sync")
+    reasons = caught.value.reasons
+    assert list(reasons) == [0, 1]
+    assert reasons[0].startswith("ran 1 forwards and 0 backward passes under no_sync")
+    assert reasons[1].startswith(f"ran {1 + more} forwards and {more} backward passes under no_sync")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import current_store, run_ranks
+from ddp_oracle import torch_over_gloo
+from harness import run_ranks
 from torch import nn
 
 from collectives.core import profiling
@@ -86,12 +85,8 @@ def peak_bytes(wrap, set_to_none):
 
 
 def compare(group, set_to_none):
-    store = dist.PrefixStore("torch", current_store())
-    dist.init_process_group(
-        "gloo", store=store, rank=group.rank(), world_size=group.size(), timeout=timedelta(seconds=30)
-    )
     found = {}
-    try:
+    with torch_over_gloo(group):
         for name, options in OPTIONS.items():
             found[name] = (
                 peak_bytes(
@@ -99,8 +94,6 @@ def compare(group, set_to_none):
                 ),
                 peak_bytes(lambda m, o=options: nn.parallel.DistributedDataParallel(m, **o), set_to_none),
             )
-    finally:
-        dist.destroy_process_group()
     return found
 
 

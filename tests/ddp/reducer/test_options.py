@@ -9,6 +9,7 @@ import pytest
 import torch
 from ddp_oracle import AVERAGE, Launches, Layers, follow, in_place_from, naive_average, same_gradients
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
@@ -82,7 +83,8 @@ def breaking(group, options):
         broken.remove()
     ours.zero_grad()
     wrong, _ = follow(ours, Layers(), [("03", "03")])
-    return wrong, list(getattr(caught.value, "reasons", {}))
+    assert wrong == [[]]
+    assert list(getattr(caught.value, "reasons", {})) == ([] if group.rank() else [1])
 
 
 def fail(_):
@@ -91,19 +93,12 @@ def fail(_):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_a_pass_that_breaks_off_where_layers_are_left_out(options) -> None:
-    (wrong, reasons), (wrong_there, _) = run_ranks(breaking, 2, options, backend="host")
-    assert wrong == wrong_there == [[]]
-    assert reasons == [1]
+    run_ranks(breaking, 2, options, backend="host")
 
 
-def test_a_hook_gets_whole_buckets() -> None:
+@on_ranks(2)
+def test_a_hook_gets_whole_buckets(group):
     """What it averages is a flat tensor of the layout that it knows."""
-    plan = [("0123", "0123"), ("03", "03"), ("03", "03")]
-    for sizes in run_ranks(hooked_sizes, 2, plan, backend="host"):
-        assert sizes == [48] * len(plan)
-
-
-def hooked_sizes(group, plan):
     ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
     sizes = []
 
@@ -112,12 +107,13 @@ def hooked_sizes(group, plan):
         return allreduce_hook(group, bucket)
 
     ours.register_comm_hook(None, hook)
-    for step, layers in enumerate(plan):
-        ours(data(group.rank(), step), layers[group.rank()]).sum().backward()
-    return sizes
+    for step, layers in enumerate(("0123", "03", "03")):
+        ours(data(group.rank(), step), layers).sum().backward()
+    assert sizes == [48] * 3
 
 
-def forgotten(group):
+@on_ranks(2)
+def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped(group):
     """A forward on all layers that never gets its backward pass, before others on two of them."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
@@ -125,7 +121,7 @@ def forgotten(group):
     naive = Layers()
     ours(data(group.rank()))
     sent = Launches(group)
-    wrong, numbers, late = [], [], []
+    numbers, late = [], []
     for step in range(12):
         sent.sizes.clear()
         if step == 1:
@@ -135,18 +131,13 @@ def forgotten(group):
         numbers.append(len([size for size in sent.sizes if size > 1]))
         naive(x, "03").sum().backward()
         naive_average(naive.parameters(), group)
-        wrong += same_gradients(ours.module, naive)
+        assert same_gradients(ours.module, naive) == []
     late[0].sum().backward()  # after so many others, but still right
     naive(data(group.rank(), 50), "012").sum().backward()
     naive_average(naive.parameters(), group)
-    return wrong + same_gradients(ours.module, naive), numbers
-
-
-def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped() -> None:
-    for wrong, numbers in run_ranks(forgotten, 2, backend="host"):
-        assert wrong == []
-        assert numbers[7] >= 9  # the others count for a while
-        assert numbers[-1] in (1 + 4, 1 + 4 + 1)
+    assert same_gradients(ours.module, naive) == []
+    assert numbers[7] >= 9  # the others count for a while
+    assert numbers[-1] in (1 + 4, 1 + 4 + 1)
 
 
 def test_a_static_graph_skips_without_looking() -> None:
@@ -159,18 +150,15 @@ def test_a_static_graph_skips_without_looking() -> None:
         assert numbers[2] in (6, 7)
 
 
-def skipping_alone(group):
-    """Returns what a hook that does not communicate leaves to be sent."""
+@on_ranks(2)
+def test_nothing_is_searched_for_a_hook_that_does_not_communicate(group):
+    """A hook that does not communicate leaves nothing to be sent."""
     ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
     ours.register_comm_hook(None, noop_hook)
     sent = Launches(group)
     for step in range(2):
         ours(data(group.rank(), step), "01").sum().backward()
-    return sent.sizes
-
-
-def test_nothing_is_searched_for_a_hook_that_does_not_communicate() -> None:
-    assert run_ranks(skipping_alone, 2, backend="host") == [[], []]
+    assert sent.sizes == []
 
 
 def skipping_on_uneven_inputs(group):
@@ -206,7 +194,8 @@ def test_ranks_without_inputs_skip_what_the_others_do() -> None:
         assert number in (parameters, parameters + 1)
 
 
-def unreachable(group):
+@on_ranks(2)
+def test_gradients_that_forward_does_not_lead_to_are_named(group):
     """A loss that uses a layer behind the back of what forward returns."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
@@ -215,14 +204,10 @@ def unreachable(group):
     loss = out.sum() + ours.module.layers[2 + group.rank()].bias.sum()
     with pytest.raises(GradientSyncError) as caught:
         loss.backward()
-    return caught.value.reasons
-
-
-def test_gradients_that_forward_does_not_lead_to_are_named() -> None:
-    for reasons in run_ranks(unreachable, 2, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert "layers.2.bias got a gradient, but nothing that forward returned depends on it" in reasons[0]
-        assert "layers.3.bias got" in reasons[1]
+    reasons = caught.value.reasons
+    assert list(reasons) == [0, 1]
+    assert "layers.2.bias got a gradient, but nothing that forward returned depends on it" in reasons[0]
+    assert "layers.3.bias got" in reasons[1]
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------
@@ -254,7 +239,23 @@ def rows(rank, seed=0):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
-def mixed(group, config, options, reentrant):
+@pytest.mark.parametrize(
+    ("config", "options", "reentrant"),
+    [
+        (_MixedPrecision(torch.bfloat16), {}, None),
+        (
+            MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+            {"gradient_as_bucket_view": True},
+            False,
+        ),
+        (MixedPrecision(torch.float16, torch.bfloat16), {"gradient_as_bucket_view": True}, None),
+        (MixedPrecision(reduce_dtype=torch.float16), {"bucket_cap_mb": 0, "batched_grad_copy": True}, None),
+        (MixedPrecision(torch.bfloat16), {"static_graph": True}, True),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_mixed_precision_equals_training_in_few_bits_naively(group, config, options, reentrant):
     module = Mixed()
     ours = DistributedDataParallel(module, process_group=group, mixed_precision=config, **options)
     naive = Mixed()
@@ -262,7 +263,7 @@ def mixed(group, config, options, reentrant):
     wire = config.reduce_dtype or param
     naive_low = copy.deepcopy(naive).to(param)
     naive_low.scale = naive_low.scale.to(config.buffer_dtype or torch.float32)
-    wrong, dtypes = [], set()
+    dtypes = set()
     for step in range(3):
         ours.zero_grad()
         naive.zero_grad()
@@ -284,66 +285,41 @@ def mixed(group, config, options, reentrant):
             p.grad = low.float()
         # A tied weight within a reentrant checkpoint comes twice, and is then added up in its own precision.
         close = functools.partial(torch.allclose, rtol=0.02, atol=0.02)
-        wrong += same_gradients(ours.module, naive, close if reentrant else torch.equal)
+        assert same_gradients(ours.module, naive, close if reentrant else torch.equal) == []
         assert all(p.dtype is p.grad.dtype is torch.float32 for p in module.parameters())
     assert all(isinstance(p, nn.Parameter) for p in module._modules["rnn"]._flat_weights)
     state = {name: value.dtype for name, value in ours.state_dict().items()}
-    return wrong, dtypes, state["module.scale"], state["module.count"], state["module.first.weight"]
+    assert dtypes == {config.param_dtype or torch.float32}
+    assert state["module.scale"] == (config.buffer_dtype or torch.float32)
+    assert (state["module.count"], state["module.first.weight"]) == (torch.int64, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "reentrant"),
-    [
-        (_MixedPrecision(torch.bfloat16), {}, None),
-        (
-            MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
-            {"gradient_as_bucket_view": True},
-            False,
-        ),
-        (MixedPrecision(torch.float16, torch.bfloat16), {"gradient_as_bucket_view": True}, None),
-        (MixedPrecision(reduce_dtype=torch.float16), {"bucket_cap_mb": 0, "batched_grad_copy": True}, None),
-        (MixedPrecision(torch.bfloat16), {"static_graph": True}, True),
-    ],
-    ids=str,
-)
-def test_mixed_precision_equals_training_in_few_bits_naively(config, options, reentrant) -> None:
-    for wrong, dtypes, scale, count, weight in run_ranks(
-        mixed, 2, config, options, reentrant, backend="host"
-    ):
-        assert wrong == []
-        assert dtypes == {config.param_dtype or torch.float32}
-        assert (scale, count, weight) == (config.buffer_dtype or torch.float32, torch.int64, torch.float32)
-
-
-def interrupted(group):
+@on_ranks(1)
+def test_mixed_precision_and_exceptions(group):
     """Leaves parameters in their place when forward or backward raises."""
     ours = DistributedDataParallel(
         Layers(), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16)
     )
-    found = []
     with pytest.raises(ValueError, match="invalid literal"):
         ours(data(0), "x")
-    found.append(all(isinstance(p, nn.Parameter) for p in ours.module.parameters()))
+    assert all(isinstance(p, nn.Parameter) for p in ours.module.parameters())
     out = ours(data(0))
     out.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         out.sum().backward()
-    found.append(all(isinstance(layer.weight, nn.Parameter) for layer in ours.module.layers))
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in ours.module.layers)
     with torch.no_grad():
-        found.append(ours(data(0)).dtype is torch.bfloat16)
+        assert ours(data(0)).dtype is torch.bfloat16
     with pytest.raises(TypeError, match="param_dtype must be a floating"):
         DistributedDataParallel(Layers(), process_group=group, mixed_precision=torch.float16)
-    return found
-
-
-def test_mixed_precision_and_exceptions() -> None:
-    assert run_ranks(interrupted, 1, backend="host") == [[True, True, True]]
 
 
 # ---- parameters that change ------------------------------------------------------------------------------
 
 
-def changed(group, freeze):
+@pytest.mark.parametrize("freeze", [True, False])
+@on_ranks(2)
+def test_parameters_frozen_or_thawed_after_wrapping_are_named_on_all_ranks(group, freeze):
     module = Layers()
     module.layers[1].weight.requires_grad_(freeze)
     ours = DistributedDataParallel(module, process_group=group)
@@ -351,21 +327,17 @@ def changed(group, freeze):
         module.layers[1].weight.requires_grad_(not freeze)
     with pytest.raises(GradientSyncError) as caught:
         ours(data(group.rank())).sum().backward()
-    return caught.value.reasons
-
-
-@pytest.mark.parametrize("freeze", [True, False])
-def test_parameters_frozen_or_thawed_after_wrapping_are_named_on_all_ranks(freeze) -> None:
-    for reasons in run_ranks(changed, 2, freeze, backend="host"):
-        assert list(reasons) == [1]
-        words = "needed a gradient when" if freeze else "needed no gradient when"
-        assert f"layers.1.weight {words} the module was wrapped" in reasons[1]
+    reasons = caught.value.reasons
+    assert list(reasons) == [1]
+    words = "needed a gradient when" if freeze else "needed no gradient when"
+    assert f"layers.1.weight {words} the module was wrapped" in reasons[1]
 
 
 # ---- meshes --------------------------------------------------------------------------------------------
 
 
-def over_a_mesh(group):
+@on_ranks(1, isolated=True)
+def test_a_mesh_of_one_dimension_names_the_group(group):
     import torch.distributed as dist
 
     dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
@@ -377,10 +349,7 @@ def over_a_mesh(group):
         with pytest.raises(ValueError, match="must have one dimension, but has 2"):
             DistributedDataParallel(Layers(), device_mesh=square)
         sliced = DistributedDataParallel(Layers(), device_mesh=square["b"])
-        return ours.process_group.name(), ours.reducer.passes, sliced.process_group.size()
+        assert (ours.process_group.name(), ours.reducer.passes) == ("host", 1)
+        assert sliced.process_group.size() == 1
     finally:
         dist.destroy_process_group()
-
-
-def test_a_mesh_of_one_dimension_names_the_group() -> None:
-    assert run_ranks(over_a_mesh, 1, backend="host", isolated=True) == [("host", 1, 1)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from failing_hooks import CULPRIT, Tower, done, rows
 from harness import current_store, run_ranks
+from on_ranks import on_ranks
 
 import collectives as dist
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -44,7 +45,8 @@ def handles_of(name, rank, ranks):
     return [store.get(f"{name} {other}").decode() for other in ranks]
 
 
-def a_newcomer_trains(rank, size):
+@on_ranks(3, None, isolated=True)
+def test_a_newcomer_counts_passes_as_the_others_do(rank, size):
     """Ranks 0 and 1 have trained and failed before; their models are still there."""
     former = []
     if rank < 2:
@@ -57,10 +59,6 @@ def a_newcomer_trains(rank, size):
     assert [int(total) for total in totals] == [3, 3, 3]
     dist.barrier()
     dist.destroy_process_group()
-
-
-def test_a_newcomer_counts_passes_as_the_others_do() -> None:
-    run_ranks(a_newcomer_trains, 3, isolated=True)
 
 
 def shrinks_beside_a_group(rank, size):

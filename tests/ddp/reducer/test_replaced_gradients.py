@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from ddp_oracle import Layers, data, equal, grads, naive_average, pair, same_averages, same_pass, told
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import GradientSyncError
@@ -92,7 +95,6 @@ def replaced_between_passes(group, way, view, cap, hook):
     ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=cap)
     if hook:
         ours.register_comm_hook(group, allreduce_hook)
-    same = []
     for step in range(5):
         if step == 3:
             ours.zero_grad()
@@ -101,51 +103,25 @@ def replaced_between_passes(group, way, view, cap, hook):
             model(data(group.rank(), step)).square().sum().backward()
         naive_average(naive.parameters(), group)
         agree = close if way is data_of_double else equal
-        same.append(agree(grads(ours.module), grads(naive)))
+        assert agree(grads(ours.module), grads(naive))
         for model in (ours.module, naive):
             chosen = [model.first.weight, model.large.weight, model.last.bias]
             for parameter in chosen if step % 2 else model.parameters():
                 with torch.no_grad():
                     way(parameter)
-    return same
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @VIEWS
 def test_what_stands_in_for_a_gradient_is_averaged(way, view) -> None:
-    for results in run_ranks(replaced_between_passes, 2, way, view, None, False, backend="host"):
-        assert results == [True] * 5
+    run_ranks(replaced_between_passes, 2, way, view, None, False, backend="host")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(("cap", "hook"), [(0, False), (None, True), (0, True)], ids=str)
 def test_what_stands_in_for_a_gradient_is_averaged_in_every_layout(way, cap, hook) -> None:
-    for results in run_ranks(replaced_between_passes, 2, way, True, cap, hook, backend="host"):
-        assert results == [True] * 5
-
-
-def replaced_by_hooks(group, way, late, view):
-    """Replaces gradients as they come; late, after the reducer has seen them, while they are reduced."""
-    ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=0 if late else None)
-
-    def hook(*models):
-        return [p.register_post_accumulate_grad_hook(way) for m in models for p in m.parameters()]
-
-    if not late:
-        hook(ours.module, naive)
-    same = []
-    for step in range(3):
-        ours.zero_grad()
-        naive.zero_grad()
-        loss = ours(data(group.rank(), step)).square().sum()
-        handles = hook(ours.module) if late else []
-        loss.backward()
-        for handle in handles:
-            handle.remove()
-        naive(data(group.rank(), step)).square().sum().backward()
-        same.append(same_averages(ours, naive))
-    return same
+    run_ranks(replaced_between_passes, 2, way, True, cap, hook, backend="host")
 
 
 @VIEWS
@@ -157,9 +133,26 @@ def replaced_by_hooks(group, way, late, view):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )  # fmt: skip
-def test_what_hooks_put_in_the_place_of_a_gradient_is_averaged(way, late, view) -> None:
-    for results in run_ranks(replaced_by_hooks, 2, way, late, view, backend="host"):
-        assert results == [True] * 3
+@on_ranks(2)
+def test_what_hooks_put_in_the_place_of_a_gradient_is_averaged(group, way, late, view):
+    """Replaces gradients as they come; late, after the reducer has seen them, while they are reduced."""
+    ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=0 if late else None)
+
+    def hook(*models):
+        return [p.register_post_accumulate_grad_hook(way) for m in models for p in m.parameters()]
+
+    if not late:
+        hook(ours.module, naive)
+    for step in range(3):
+        ours.zero_grad()
+        naive.zero_grad()
+        loss = ours(data(group.rank(), step)).square().sum()
+        handles = hook(ours.module) if late else []
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        naive(data(group.rank(), step)).square().sum().backward()
+        assert same_averages(ours, naive)
 
 
 class Optional(nn.Module):
@@ -174,59 +167,45 @@ class Optional(nn.Module):
         return self.left_out(x) if both else x
 
 
-def replaced_unused(group, way, elsewhere):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on another rank"])
+@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_gradients_of_unused_parameters_may_be_replaced(group, way, elsewhere):
     """Leaves a layer out in every second pass, on all ranks or on rank 0, after its gradient was replaced."""
     ours, naive = pair(group, Optional, gradient_as_bucket_view=True, find_unused_parameters=True)
-    same = []
     for step in range(6):
         both = step % 2 == 0 or (elsewhere and group.rank() == 1)
         for model in (ours, naive):
             model(data(group.rank(), step), both).square().sum().backward()
         for parameter in naive.parameters() if step % 2 == 0 or elsewhere else naive.used.parameters():
             naive_average([parameter], group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        assert equal(grads(ours.module), grads(naive))
         for model in (ours.module, naive):
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     with torch.no_grad():
                         way(parameter)
-    return same
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on another rank"])
-@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
-def test_gradients_of_unused_parameters_may_be_replaced(way, elsewhere) -> None:
-    for results in run_ranks(replaced_unused, 2, way, elsewhere, backend="host"):
-        assert results == [True] * 6
-
-
-def accumulated(group, way):
+@pytest.mark.parametrize("way", [halve_data, nan_to_num, set_to_another], ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_gradients_may_be_replaced_between_passes_that_do_not_average(group, way):
     ours, naive = pair(group, gradient_as_bucket_view=True)
-    same = []
     for step in range(6):
-        if step % 3 != 2:
-            with ours.no_sync():
-                ours(data(group.rank(), step)).square().sum().backward()
-        else:
+        with ours.no_sync() if step % 3 != 2 else contextlib.nullcontext():
             ours(data(group.rank(), step)).square().sum().backward()
         naive(data(group.rank(), step)).square().sum().backward()
         if step % 3 == 2:
             naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
+        assert equal(grads(ours.module), grads(naive))
         for model in (ours.module, naive):
             for parameter in model.parameters():
                 with torch.no_grad():
                     way(parameter)
-    return same
 
 
-@pytest.mark.parametrize("way", [halve_data, nan_to_num, set_to_another], ids=lambda way: way.__name__)
-def test_gradients_may_be_replaced_between_passes_that_do_not_average(way) -> None:
-    for results in run_ranks(accumulated, 2, way, backend="host"):
-        assert results == [True] * 6
-
-
-def taken_out_of_its_bucket(group):
+@on_ranks(2)
+def test_a_pass_that_broke_off_leaves_the_next_one_whole(group):
     """Breaks a pass off after gradients were replaced; the gradients of that rank stay its own."""
     ours, naive = pair(group, gradient_as_bucket_view=True)
     told = []
@@ -247,17 +226,13 @@ def taken_out_of_its_bucket(group):
             if group.rank() == 0:
                 handle.remove()
     naive(data(group.rank(), 2)).square().sum().backward()
-    return told, same_averages(ours, naive)
+    assert same_averages(ours, naive)
+    assert told == [(1, "GradientSyncError" if group.rank() else "KeyError")]
 
 
-def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
-    (first, whole), (second, whole_too) = run_ranks(taken_out_of_its_bucket, 2, backend="host")
-    assert first == [(1, "KeyError")]
-    assert second == [(1, "GradientSyncError")]
-    assert (whole, whole_too) == (True, True)
-
-
-def of_another_parameter(group, exchanged):
+@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "transposed"])
+@on_ranks(2)
+def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(group, exchanged):
     ours, _ = pair(
         group, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), gradient_as_bucket_view=True
     )
@@ -268,19 +243,11 @@ def of_another_parameter(group, exchanged):
             first.grad, second.grad = second.grad, first.grad
         else:
             first.grad = first.grad.t()
-    messages = []
-    for step in range(2):
-        messages.append(told(ours(data(group.rank(), step)).square().sum()))
-        ours.zero_grad()
-    return messages
-
-
-@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "transposed"])
-def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(exchanged) -> None:
-    for refused, good in run_ranks(of_another_parameter, 2, exchanged, backend="host"):
-        assert "rank 1" in refused
-        assert "0.weight" in refused
-        assert good == ""
+    refused = told(ours(data(group.rank())).square().sum())
+    assert "rank 1" in refused
+    assert "0.weight" in refused
+    ours.zero_grad()
+    assert told(ours(data(group.rank(), 1)).square().sum()) == ""
 
 
 def move_buffer(group, bucket):
@@ -295,17 +262,13 @@ def move_gradients(group, bucket):
     return allreduce_hook(group, bucket)
 
 
-def moved_by_a_hook(group, hook, view):
-    ours, naive = pair(group, gradient_as_bucket_view=view)
-    ours.register_comm_hook(group, hook)
-    return [same_pass(ours, naive, data(group.rank(), step)) for step in range(3)]
-
-
 @VIEWS
 @pytest.mark.parametrize("hook", [move_buffer, move_gradients], ids=lambda hook: hook.__name__)
-def test_a_communication_hook_may_give_its_tensors_other_memory(hook, view) -> None:
-    for results in run_ranks(moved_by_a_hook, 2, hook, view, backend="host"):
-        assert results == [True] * 3
+@on_ranks(2)
+def test_a_communication_hook_may_give_its_tensors_other_memory(group, hook, view):
+    ours, naive = pair(group, gradient_as_bucket_view=view)
+    ours.register_comm_hook(group, hook)
+    assert all(same_pass(ours, naive, data(group.rank(), step)) for step in range(3))
 
 
 def reshape_parameters(group, bucket):
@@ -315,20 +278,17 @@ def reshape_parameters(group, bucket):
     return allreduce_hook(group, bucket)
 
 
-def reshaped(group, run):
+@pytest.mark.parametrize("run", ["0123", "0"])
+@on_ranks(2)
+def test_torchs_words_on_a_gradient_that_fits_no_more_are_the_cause(group, run):
     """One rank uses all layers, and the other one those that it is told."""
     ours, _ = pair(group, Layers, gradient_as_bucket_view=True, find_unused_parameters=True)
     ours.register_comm_hook(group, reshape_parameters)
     with pytest.raises(RuntimeError, match="could not be put into its bucket") as caught:
         ours(Layers.inputs(group.rank()), run if group.rank() else "0123").sum().backward()
-    return str(caught.value), str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("run", ["0123", "0"])
-def test_torchs_words_on_a_gradient_that_fits_no_more_are_the_cause(run) -> None:
-    for message, cause in run_ranks(reshaped, 2, run, backend="host"):
-        assert "assign a gradient of size" in cause
-        assert cause in message
+    cause = str(caught.value.__cause__)
+    assert "assign a gradient of size" in cause
+    assert cause in str(caught.value)
 
 
 def repeat_one(group, bucket):
@@ -337,14 +297,10 @@ def repeat_one(group, bucket):
     return future
 
 
-def repeated(group):
+@on_ranks(2)
+def test_a_communication_hook_may_return_a_view_of_its_buffer_in_other_strides(group):
     ours, _ = pair(group)
     ours.register_comm_hook(group, repeat_one)
     message = told(ours(data(group.rank())).square().sum())
     values = {grad for gradient in grads(ours.module).values() for grad in gradient.flatten().tolist()}
-    return "refers to a single memory location" in message or (message == "" and len(values) == 1)
-
-
-def test_a_communication_hook_may_return_a_view_of_its_buffer_in_other_strides() -> None:
-    for result in run_ranks(repeated, 2, backend="host"):
-        assert result is True
+    assert "refers to a single memory location" in message or (message == "" and len(values) == 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddp_oracle import naive_average
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -140,20 +141,19 @@ class Tied(nn.Module):
         return x @ self.table.weight.t() if tied else x
 
 
-def tied(group):
+@on_ranks(2)
+def test_a_gradient_that_is_dense_on_some_ranks(group):
     ours, naive = DistributedDataParallel(Tied(True), process_group=group), Tied(False)
     words = torch.tensor([group.rank(), 1])
     for model in (ours, naive):
         weighted(model(words, group.rank() == 0), group.rank()).backward()
     naive_average(naive.parameters(), group)
-    return torch.equal(ours.module.table.weight.grad.to_dense(), naive.table.weight.grad)
+    assert torch.equal(ours.module.table.weight.grad.to_dense(), naive.table.weight.grad)
 
 
-def test_a_gradient_that_is_dense_on_some_ranks() -> None:
-    assert run_ranks(tied, 2, backend="host") == [True, True]
-
-
-def with_hooks(group, hook):
+@pytest.mark.parametrize("hook", [allreduce_hook, noop_hook])
+@on_ranks(2)
+def test_hooks_leave_sparse_gradients_to_the_group_or_to_the_rank(group, hook):
     ours, naive = DistributedDataParallel(Lookup(True), process_group=group), Lookup(False)
     ours.register_comm_hook(group, hook)
     words = torch.tensor(WORDS[group.rank()][0])
@@ -162,12 +162,7 @@ def with_hooks(group, hook):
     if hook is allreduce_hook:
         naive_average(naive.parameters(), group)
     pairs = zip(ours.parameters(), naive.parameters(), strict=True)
-    return [torch.equal(p.grad.to_dense(), q.grad) for p, q in pairs]
-
-
-@pytest.mark.parametrize("hook", [allreduce_hook, noop_hook])
-def test_hooks_leave_sparse_gradients_to_the_group_or_to_the_rank(hook) -> None:
-    assert run_ranks(with_hooks, 2, hook, backend="host") == [[True] * 4] * 2
+    assert all(torch.equal(p.grad.to_dense(), q.grad) for p, q in pairs)
 
 
 class Breaking(torch.autograd.Function):
@@ -217,15 +212,11 @@ class Custom(nn.Module):
         return self.layer(nn.functional.embedding(words, self.weight, sparse=True))
 
 
-def unexpected(group):
+@on_ranks(2)
+def test_sparse_gradients_of_other_layers_are_refused_by_name(group):
     ours = DistributedDataParallel(Custom(), process_group=group)
     with pytest.raises(GradientSyncError) as caught:
         ours(torch.tensor([group.rank()])).sum().backward()
-    return caught.value.reasons
-
-
-def test_sparse_gradients_of_other_layers_are_refused_by_name() -> None:
-    for reasons in run_ranks(unexpected, 2, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert "the gradient of weight has layout torch.sparse_coo" in reasons[0]
-        assert "sparse=True when they were wrapped" in reasons[0]
+    assert list(caught.value.reasons) == [0, 1]
+    assert "the gradient of weight has layout torch.sparse_coo" in caught.value.reasons[0]
+    assert "sparse=True when they were wrapped" in caught.value.reasons[0]

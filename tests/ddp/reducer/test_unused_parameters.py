@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_oracle import Layers, follow, in_place_from, naive_average, same_gradients
 from harness import run_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -76,20 +77,17 @@ def test_use_adds_up_over_passes_without_synchronisation(mode, plan) -> None:
         assert missing == [False] * 8
 
 
-def unequal_gradients(group, mode):
+@pytest.mark.parametrize("mode", [{}, {"bucket_cap_mb": 0}], ids=str)
+@on_ranks(2)
+def test_unused_gradients_that_are_views_of_the_buckets_are_restored(group, mode):
     """Gradients that are views of the buckets differ between the ranks where no rank uses them."""
     ours = wrapped(group, {"find_unused_parameters": True, "gradient_as_bucket_view": True, **mode})
     ours(data(group.rank())).sum().backward()
     for parameter in ours.parameters():
         parameter.grad.fill_(group.rank() + 1.0)
     ours(data(group.rank(), 1), "01").sum().backward()
-    return [p.grad.unique().tolist() for p in ours.module.layers[2:].parameters()]
-
-
-@pytest.mark.parametrize("mode", [{}, {"bucket_cap_mb": 0}], ids=str)
-def test_unused_gradients_that_are_views_of_the_buckets_are_restored(mode) -> None:
-    for rank, kept in enumerate(run_ranks(unequal_gradients, 2, mode, backend="host")):
-        assert kept == [[rank + 1.0]] * 4
+    kept = [p.grad.unique().tolist() for p in ours.module.layers[2:].parameters()]
+    assert kept == [[group.rank() + 1.0]] * 4
 
 
 def nothing_reached(group, find_unused):
@@ -158,19 +156,16 @@ def test_missing_gradients_raise_whatever_the_options(mode, hook) -> None:
             assert outcomes[1] is outcomes[3] is True
 
 
-def none_reached_error(group):
+@on_ranks(2)
+def test_a_rank_whose_pass_reaches_no_parameter_is_named(group):
     with pytest.raises(GradientSyncError) as caught:
         nothing_reached(group, False)
-    return caught.value.reasons
+    assert list(caught.value.reasons) == [1]
+    assert caught.value.reasons[1].startswith("8 of 8 parameters got no gradient: layers.0.weight")
 
 
-def test_a_rank_whose_pass_reaches_no_parameter_is_named() -> None:
-    for reasons in run_ranks(none_reached_error, 2, backend="host"):
-        assert list(reasons) == [1]
-        assert reasons[1].startswith("8 of 8 parameters got no gradient: layers.0.weight")
-
-
-def many_names(group):
+@on_ranks(2)
+def test_long_lists_of_names_are_cut(group):
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,19 +177,16 @@ def many_names(group):
 
     with pytest.raises(GradientSyncError) as caught:
         DistributedDataParallel(Wide(), process_group=group)(torch.ones(1, 1)).sum().backward()
-    return caught.value.reasons
+    reasons = caught.value.reasons
+    assert reasons[0] == reasons[1]
+    assert reasons[0].startswith("800 of 802 parameters got no gradient: parts.part_0000_")
+    shown, more = reasons[0].rsplit(", and ", 1)
+    assert len(shown) < 5000
+    assert int(more.removesuffix(" more")) == 800 - shown.count("parts.")
 
 
-def test_long_lists_of_names_are_cut() -> None:
-    for reasons in run_ranks(many_names, 2, backend="host"):
-        assert reasons[0] == reasons[1]
-        assert reasons[0].startswith("800 of 802 parameters got no gradient: parts.part_0000_")
-        shown, more = reasons[0].rsplit(", and ", 1)
-        assert len(shown) < 5000
-        assert int(more.removesuffix(" more")) == 800 - shown.count("parts.")
-
-
-def forgotten(group):
+@on_ranks(2)
+def test_a_pass_that_failed_does_not_count_as_use(group):
     """A pass that broke off on one rank does not count as use in the next."""
     ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
 
@@ -210,11 +202,7 @@ def forgotten(group):
         out.sum().backward()
     ours.zero_grad()
     ours(data(group.rank()), "0").sum().backward()
-    return [p.grad is None for p in ours.parameters()]
-
-
-def test_a_pass_that_failed_does_not_count_as_use() -> None:
-    assert run_ranks(forgotten, 2, backend="host") == [[False] * 2 + [True] * 6] * 2
+    assert [p.grad is None for p in ours.parameters()] == [False] * 2 + [True] * 6
 
 
 def launched_early(group, plan):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import current_store, run_ranks
+from ddp_oracle import torch_over_gloo
+from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
@@ -83,12 +82,8 @@ def train(wrap, kind, rank, unused, passes):
 
 
 def compare(group, kind, names):
-    store = dist.PrefixStore("torch", current_store())
-    dist.init_process_group(
-        "gloo", store=store, rank=group.rank(), world_size=group.size(), timeout=timedelta(seconds=30)
-    )
     far = {}
-    try:
+    with torch_over_gloo(group):
         for name in names:
             options = OPTIONS[name]
             unused = "find_unused_parameters" in options
@@ -107,8 +102,6 @@ def compare(group, kind, names):
             far[name] = [
                 key for key in ours if not torch.allclose(ours[key], theirs[key], rtol=2e-4, atol=2e-6)
             ]
-    finally:
-        dist.destroy_process_group()
     return far
 
 

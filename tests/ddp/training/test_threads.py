@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from ddp_oracle import Chain, data, equal, grads, naive_average, pair, same_pass
-from harness import run_world
+from on_ranks import on_ranks
 
 import collectives
 from collectives.ddp import GradientSyncError
@@ -14,7 +14,8 @@ from collectives.ddp import GradientSyncError
 STEPS = 20
 
 
-def two_threads(rank, size):
+@on_ranks(2, world=True)
+def test_threads_train_models_over_groups_of_their_own(rank, size):
     """Trains two models over two groups, each by a thread of its own."""
     groups = [collectives.new_group(list(range(size))) for _ in range(2)]
     pairs = [
@@ -25,28 +26,22 @@ def two_threads(rank, size):
 
     def train(number):
         ours, naive = pairs[number]
-        for step in range(STEPS):
-            found[number].append(same_pass(ours, naive, data(rank, step + number)))
+        found[number] = [same_pass(ours, naive, data(rank, step + number)) for step in range(STEPS)]
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    assert found == [[True] * STEPS] * 2
 
 
-def test_threads_train_models_over_groups_of_their_own() -> None:
-    for found in run_world(two_threads, 2):
-        assert found == [[True] * STEPS] * 2
-
-
-def one_pass(rank, size):
+@on_ranks(2, world=True)
+def test_two_models_in_one_pass_and_an_error_of_one_of_them(rank, size):
     """Two models in one backward pass; then all ranks leave two layers of the second one out, once."""
     group = collectives.group.WORLD
     first, naive_first = pair(group, Chain, bucket_cap_mb=0)
     second, naive_second = pair(group, Chain)
-    same = []
 
     def both(step):
         for one, two in ((first, second), (naive_first, naive_second)):
@@ -55,10 +50,8 @@ def one_pass(rank, size):
             (two(one(data(rank, step))) * one(data(rank, step + 1))).sum().backward()
         for naive in (naive_first, naive_second):
             naive_average(naive.parameters(), group)
-        same.append(
-            equal(grads(first.module), grads(naive_first))
-            and equal(grads(second.module), grads(naive_second))
-        )
+        assert equal(grads(first.module), grads(naive_first))
+        assert equal(grads(second.module), grads(naive_second))
 
     both(0)
     both(1)
@@ -67,11 +60,6 @@ def one_pass(rank, size):
     with pytest.raises(GradientSyncError) as caught:
         loss.backward()
     both(2)
-    return same, str(caught.value)
-
-
-def test_two_models_in_one_pass_and_an_error_of_one_of_them() -> None:
-    for same, message in run_world(one_pass, 2):
-        assert same == [True] * 3
-        for other in range(2):
-            assert f"rank {other}: 4 of 6 parameters got no gradient: a.weight, a.bias, c.weight" in message
+    for other in range(size):
+        words = f"rank {other}: 4 of 6 parameters got no gradient: a.weight, a.bias, c.weight"
+        assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""Training equals the naive solution bit for bit, whatever the options, and one process on all data."""
+"""Training equals the naive solution bit for bit, whatever the options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_oracle import (
     snapshot,
 )
 from harness import run_ranks
-from torch import nn
+from on_ranks import on_ranks
 
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
@@ -165,63 +165,21 @@ def test_equals_the_naive_solution_on_other_backends(other) -> None:
     assert all(differences(final, results[0][1]) == [] for _, final in results)
 
 
-def small_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def global_batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 1, generator=generator).double()
-
-
-def fit(model, share):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(20):
-        x, y = (part[share] for part in global_batch(step))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def fit_share(group, view):
-    rows = 12 // group.size()
-    share = slice(group.rank() * rows, (group.rank() + 1) * rows)
-    model = DistributedDataParallel(small_model(), process_group=group, gradient_as_bucket_view=view)
-    return fit(model, share)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_one_process_on_the_global_batch(size) -> None:
-    """Mathematical equivalence, section 3 of the paper."""
-    alone = fit(small_model(), slice(None))
-    for ranks in (run_ranks(fit_share, size, view, backend="host") for view in (False, True)):
-        for parameters in ranks:
-            for ours, single in zip(parameters, alone, strict=True):
-                torch.testing.assert_close(ours, single, rtol=1e-12, atol=1e-12)
-
-
-def channels_last_gradients(group):
+@on_ranks(2)
+def test_gradients_keep_the_strides_that_autograd_gives_them(group):
     module = Zoo()
     model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
     reference = copy.deepcopy(module)
     model(Zoo.inputs(group.rank()))["out"].sum().backward()
     reference(Zoo.inputs(group.rank()))["out"].sum().backward()
-    return [
-        (p.grad.stride(), q.grad.stride())
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True)
-        if p.requires_grad
-    ]
+    strides = [[p.grad.stride() for p in m.parameters() if p.requires_grad] for m in (module, reference)]
+    assert strides[0] == strides[1]
+    assert [stride for stride in strides[0] if len(stride) == 4] == [(18, 1, 6, 2)]
 
 
-def test_gradients_keep_the_strides_that_autograd_gives_them() -> None:
-    for pairs in run_ranks(channels_last_gradients, 2, backend="host"):
-        assert all(ours == plain for ours, plain in pairs)
-        assert [ours for ours, _ in pairs if len(ours) == 4] == [(18, 1, 6, 2)]
-
-
-def without_checks(group):
+@pytest.mark.parametrize("backend", ["host", "round_robin"])
+@on_ranks(2, asked="backend")
+def test_buckets_take_the_fast_path(group):
     """The group's all-reduce that checks its arguments in Python is out of reach of the second pass."""
     ours, naive = pair(group)
     ours(data(group.rank())).sum().backward()
@@ -231,9 +189,4 @@ def without_checks(group):
     output.sum().backward()
     group.allreduce = checked
     naive(data(group.rank(), 1)).sum().backward()
-    return same_averages(ours, naive)
-
-
-@pytest.mark.parametrize("backend", ["host", "round_robin"])
-def test_buckets_take_the_fast_path(backend) -> None:
-    assert run_ranks(without_checks, 2, backend=backend) == [True, True]
+    assert same_averages(ours, naive)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
+from harness import current_store
 from torch import nn
 
 from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
@@ -195,6 +198,19 @@ def averages(model, group):
     """Returns whether a pass leaves the averages in ``.grad``."""
     x = torch.randn(2, 2, generator=torch.Generator().manual_seed(group.rank()))
     return same_pass(model, copy.deepcopy(model.module), x)
+
+
+@contextlib.contextmanager
+def torch_over_gloo(group):
+    """Context in which torch's default group has the ranks of a group, over Gloo."""
+    store = dist.PrefixStore("torch", current_store())
+    dist.init_process_group(
+        "gloo", store=store, rank=group.rank(), world_size=group.size(), timeout=timedelta(seconds=30)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def same_gradients(ours, theirs, equal=torch.equal):

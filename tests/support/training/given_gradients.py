@@ -37,3 +37,14 @@ def averaged(parallel, gradients):
     parallel(gradients).backward()
     module = parallel.module
     return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def gathered(group, tensor):
+    """Returns every rank's tensor."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather(found, tensor.contiguous()).wait()
+    return found
+
+
+def same_on_all_ranks(group, tensor):
+    return all(torch.equal(tensor, other) for other in gathered(group, tensor))

@@ -6,7 +6,16 @@ import torch
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, Join
-from collectives.ddp.hooks.adaptive_hook import AdaptiveState, adaptive_hook
+from collectives.ddp.hooks.compression import (
+    AdaptiveState,
+    OneBitState,
+    QuantizedAllreduceState,
+    TopKState,
+    adaptive_hook,
+    one_bit_hook,
+    quantized_allreduce_hook,
+    top_k_hook,
+)
 from collectives.ddp.hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import (
@@ -16,15 +25,12 @@ from collectives.ddp.hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from collectives.ddp.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from collectives.ddp.hooks.quantized_allreduce_hook import QuantizedAllreduceState, quantized_allreduce_hook
-from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
 from collectives.ddp.optim import ZeroRedundancyOptimizer
 
 
