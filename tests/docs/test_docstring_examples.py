@@ -37,9 +37,8 @@ def examples() -> list[tuple[str, str]]:
         for example in EXAMPLE.finditer(text):
             functions = re.findall(r"^def (\w+)\(", text[: example.start()], re.MULTILINE)
             code = textwrap.dedent(example["text"].partition("::\n")[2]).strip() + "\n"
-            found.append(
-                (functions[-1] if functions and module.startswith("collectives.api.") else module, code)
-            )
+            name = functions[-1] if functions and module.startswith("collectives.api.") else module
+            found.append((name, code))
     return found
 
 

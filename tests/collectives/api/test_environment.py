@@ -121,45 +121,13 @@ print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
-def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
+def test_elastic_launcher_starts_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)
-    words = (
-        ["--standalone", "--local-addr=127.0.0.1"]
-        if alone
-        else ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    )
-    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *words, str(script))
+    words = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
+    done = run_python("-m", "torch.distributed.run", *words, str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
-
-
-LAUNCHED_WITH_ARGUMENT = """
-import argparse, os, sys
-import torch, collectives as dist
-parser = argparse.ArgumentParser()
-parser.add_argument("--local-rank", "--local_rank", type=int)
-given = parser.parse_args().local_rank
-dist.init_process_group("host", init_method="env://")
-tensor = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(tensor)
-assert tensor.item() == 3, tensor
-assert os.environ["LOCAL_RANK"] == str(dist.get_node_local_rank())
-dist.destroy_process_group()
-print(f"rank {os.environ['LOCAL_RANK']} was given {given}\\n", end="", flush=True)  # in one write
-"""
-
-
-@pytest.mark.full
-def test_the_older_launcher_starts_a_script(tmp_path: Path) -> None:
-    """torch.distributed.launch hands the rank over as an argument."""
-    script = tmp_path / "script.py"
-    script.write_text(LAUNCHED_WITH_ARGUMENT)
-    launcher = ("-m", "torch.distributed.launch", "--standalone", "--local-addr=127.0.0.1")
-    done = run_python(*launcher, "--nproc-per-node=2", str(script))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} was given {rank}" for rank in range(2)]
 
 
 ON_TWO_MACHINES = """
