@@ -24,8 +24,8 @@ def barriers(rank: int, size: int) -> None:
     assert isinstance(dist.barrier(async_op=True), dist.Work)
 
 
-def test_barriers(backend: str) -> None:
-    run_world(barriers, 3, backend=backend)
+def test_barriers() -> None:
+    run_world(barriers, 3)
 
 
 def ranks_of_a_part(rank: int, size: int) -> None:
