@@ -12,7 +12,9 @@ import pytest
 import torch.distributed as dist
 from sources import SAFE_PATH
 
+import collectives
 import collectives_registration
+from collectives.torch_bridge import register_backend
 
 NAME = collectives_registration.__name__
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -110,6 +112,25 @@ def test_vllm_takes_our_platform_where_it_is_told(monkeypatch, plugins, asked):
             check.load()()
     else:
         check.load()()
+
+
+def test_default_backends_stay():
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+    assert collectives.torch_bridge.register() is None
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+
+
+def test_a_name_of_others_is_refused():
+    dist.Backend.register_backend("somebody_elses", lambda *_: None, devices=["cpu"])
+    try:
+        with pytest.raises(ValueError, match="somebody_elses"):
+            register_backend("somebody_elses", "host")
+    finally:
+        del dist.Backend._plugins["SOMEBODY_ELSES"]
+        del dist.Backend.SOMEBODY_ELSES
+        dist.Backend.backend_list.remove("somebody_elses")
+        del dist.Backend.backend_type_map["somebody_elses"]
+        del dist.Backend.backend_capability["somebody_elses"]
 
 
 PROGRAM = """
