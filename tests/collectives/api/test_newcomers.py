@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from harness import current_store, run_ranks
+from worlds import total
 
 import collectives as dist
 from collectives import _native
@@ -19,12 +20,6 @@ from collectives.secret import SECRET
 from collectives.store.joining.newcomers import Newcomers
 
 LONG = timedelta(seconds=30)
-
-
-def total():
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    return int(tensor[0])
 
 
 def form(rank, size, name="world"):

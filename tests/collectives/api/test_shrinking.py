@@ -6,16 +6,10 @@ import os
 import signal
 
 import pytest
-import torch
 from harness import Died, run_world
+from worlds import total
 
 import collectives as dist
-
-
-def total(group=None):
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    return int(tensor[0])
 
 
 def shrinks_the_world(rank, size, flags):

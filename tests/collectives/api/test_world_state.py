@@ -13,18 +13,12 @@ import torch
 import torch.distributed as torch_dist
 from harness import current_store, run_ranks, run_world
 from ports import free_port
+from worlds import sum_of_ranks
 
 import collectives as dist
 from collectives.store.joining import world_rendezvous
 
 LONG = timedelta(seconds=30)
-
-
-def sum_of_ranks(group: dist.ProcessGroup | None = None) -> float:
-    """Returns the all-reduced sum of global ranks, so that it depends on who takes part."""
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def one_life_after_another(rank: int, size: int, kind: str, place: str) -> list[float]:
