@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_world import BACKEND, run_torch
 
-from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, UnsupportedOperationError
+from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
 
 
 def summed(number, group=None):
@@ -197,18 +197,6 @@ def with_a_device(rank, size):
 
 def test_backend_of_a_device():
     run_torch(with_a_device, backend=f"cpu:{BACKEND}")
-
-
-def monitored_barrier(rank, size):
-    world = dist.group.WORLD
-    world.monitored_barrier(timedelta(seconds=20))
-    if rank != 1:
-        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-            world.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
-
-
-def test_monitored_barrier():
-    run_torch(monitored_barrier, 3)
 
 
 def general_options(rank, size):
