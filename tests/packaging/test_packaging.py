@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -79,7 +80,11 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip")
     # What is in the wheel matters here, not its speed.
     quick = "--config-settings=cmake.build-type=None"
-    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", out, sdist, cwd=out)
+    # pip unpacks into another folder each time, which is the same to ccache where paths are relative.
+    cached = {"CCACHE_BASEDIR": "/", "CCACHE_NOHASHDIR": "1"}
+    if shutil.which("ccache") is not None:
+        cached["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", out, sdist, cwd=out, **cached)
     return next(out.glob("*.whl"))
 
 
