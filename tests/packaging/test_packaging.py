@@ -47,11 +47,14 @@ TORCHRUN_SCRIPT = """
 import torch
 import collectives as dist
 
-dist.init_process_group()
-t = torch.full((3,), dist.get_rank() + 1.0)
-dist.all_reduce(t)
-assert t.tolist() == [3.0] * 3, t
-dist.destroy_process_group()
+assert dist.is_torchelastic_launched()
+for life in range(2):
+    dist.init_process_group()
+    t = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(t)
+    assert t.tolist() == [3.0] * 3, t
+    assert dist.get_node_local_rank() == dist.get_rank()
+    dist.destroy_process_group()
 print("launched rank agrees")
 """
 

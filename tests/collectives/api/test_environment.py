@@ -31,43 +31,6 @@ def test_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_torchelastic_launched()
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    left_out = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"}
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**env, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-        check=False,
-    )
-
-
-LAUNCHED = """
-import torch, collectives as dist
-assert dist.is_torchelastic_launched()
-for life in range(2):
-    dist.init_process_group()
-    tensor = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(tensor)
-    assert tensor.item() == 3, tensor
-    assert dist.get_node_local_rank() == dist.get_rank()
-    dist.destroy_process_group()
-print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in one write
-"""
-
-
-@pytest.mark.full
-def test_elastic_launcher_starts_a_script(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LAUNCHED)
-    words = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
-    done = run_python("-m", "torch.distributed.run", *words, str(script))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
-
-
 ON_TWO_MACHINES = """
 import os, sys
 import torch, collectives as dist
