@@ -80,11 +80,17 @@ def factors_and_limits(rank, size):
 
 def faked(rank, size):
     """A fake tensor has no memory: it must not be communicated."""
+    world, add = dist.group.WORLD, torch.classes.c10d.ReduceOp()
     with FakeTensorMode():
         tensor, rows = torch.ones(3), torch.empty(3 * size)
         if rank == 0:  # nobody waits for the others
             dist.all_reduce(tensor)
             dist.all_gather_into_tensor(rows, tensor)
+            outputs, _ = torch.ops.c10d.allreduce_([tensor], world.boxed(), add, None)
+            assert outputs[0].shape == (3,)
+            result = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, world.group_name)
+            assert result.shape == (3 * size,)
+    assert world._get_sequence_number_for_group() == 0
     dist.barrier()
     return tuple(rows.shape)
 
