@@ -20,6 +20,8 @@ from preloaded_python import fresh_python, preloaded_python  # noqa: F401 - fixt
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
+FEW_SIZES = {"gloo": (2, 3), "round_robin": (1, 4)}
+"""World sizes of backends whose work does not depend on the number of ranks, as that of host's core does."""
 PROCESSES = 4
 
 _left: list[str] = []
@@ -85,22 +87,29 @@ def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs tests with an argument ``backend`` on all, with ``world_size`` for all, unless they name some."""
+    """Runs tests with an argument ``backend`` on all, with ``world_size`` for all, unless they name some.
+
+    A test with both has all sizes on host, and few on the others.
+    """
     from collectives.registry.backends import why_unavailable
 
-    own = _named_by_itself(metafunc)
-    if "backend" in metafunc.fixturenames and "backend" not in own:
-        chosen = metafunc.config.getoption("--backends").split(",")
-        values = []
-        for backend in chosen:
-            reason = why_unavailable(backend)
-            marks = [] if reason is None else [pytest.mark.skip(reason=f"{backend}: {reason}")]
+    asked = {"backend", "world_size"} & set(metafunc.fixturenames) - _named_by_itself(metafunc)
+    if asked == {"world_size"}:
+        metafunc.parametrize("world_size", WORLD_SIZES, ids="{}ranks".format, scope="module")
+    if "backend" not in asked:
+        return
+    both, values = "world_size" in asked, []
+    for backend in metafunc.config.getoption("--backends").split(","):
+        reason = why_unavailable(backend)
+        marks = [] if reason is None else [pytest.mark.skip(reason=f"{backend}: {reason}")]
+        if both:
+            sizes = FEW_SIZES.get(backend, WORLD_SIZES)
+            values += [
+                pytest.param(backend, size, id=f"{backend}-{size}ranks", marks=marks) for size in sizes
+            ]
+        else:
             values.append(pytest.param(backend, id=backend, marks=marks))
-        metafunc.parametrize("backend", values, scope="module")
-    if "world_size" in metafunc.fixturenames and "world_size" not in own:
-        metafunc.parametrize(
-            "world_size", WORLD_SIZES, ids=[f"{size}ranks" for size in WORLD_SIZES], scope="module"
-        )
+    metafunc.parametrize("backend, world_size" if both else "backend", values, scope="module")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the processes that share the tests start

@@ -86,6 +86,11 @@ class Import:
         return f"{MODULES[self.importer].relative_to(ROOT)}:{self.line} ({floor(self.importer)}) uses {what}"
 
 
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
@@ -107,8 +112,7 @@ def _walk(node: ast.AST, at_top: bool, types: bool) -> Iterator[tuple[ast.AST, b
 
 
 def imports_of(module: str, types: bool = False) -> Iterator[Import]:
-    tree = ast.parse(MODULES[module].read_text())
-    for node, at_top in _walk(tree, True, types):
+    for node, at_top in _walk(tree_of(module), True, types):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(module, alias.name, None, node.lineno, at_top)
@@ -126,7 +130,7 @@ def imports_of(module: str, types: bool = False) -> Iterator[Import]:
 
 def loads_of(module: str) -> Iterator[str]:
     """Yields the modules of the package that a module names in a call of ``import_module``."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(module)):
         if (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).endswith("import_module")
@@ -154,7 +158,7 @@ def names_of_the_root() -> dict[str, str]:
 
 def listed_in(module: str) -> list[str]:
     """Returns the names in the ``__all__`` of a module."""
-    for node in ast.parse(MODULES[module].read_text()).body:
+    for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return []

@@ -8,25 +8,33 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 IMPORT = """
 import json, sys
 import torch, torch.distributed
 before = set(sys.modules)
 import collectives
-print(json.dumps(sorted(set(sys.modules) - before)))
+added = sorted(set(sys.modules) - before)
+dist = torch.distributed
+registered = [dist.is_backend_available("collectives"), dist.Backend("Collectives"),
+              dist.Backend.COLLECTIVES_ROUND_ROBIN, dist.Backend.backend_capability["collectives"]]
+print(json.dumps([added, registered]))
 """
 
 
 def test_import_is_light() -> None:
-    """What ``import collectives`` adds to what torch has imported."""
+    """What ``import collectives`` adds to what torch has imported, and that torch knows its backends then."""
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, cwd="/")
-    added = json.loads(run.stdout)
+    added, registered = json.loads(run.stdout)
+    devices = ["cpu"] if torch.version.cuda is None else ["cpu", "cuda"]
+    assert registered == [True, "collectives", "collectives_round_robin", devices]
     ours = {name for name in added if name.split(".")[0] == "collectives"}
     heavy = [
         name
         for name in ours
         if name.startswith(("collectives.backends", "collectives.ddp", "collectives.bench"))
+        or name in {"collectives.torch_bridge.operators", "collectives.torch_bridge.group"}
     ]
     assert not heavy, f"loaded without being asked for: {heavy}"
     others = set(added) - ours - {"torch.distributed._dist2"}  # which learns the names of our backends

@@ -225,7 +225,8 @@ def test_a_function_that_communicates() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+@pytest.mark.parametrize(
+    ("backend", "compiler"), [("host", "aot_eager"), ("gloo", "eager"), ("round_robin", "eager")]
+)
 def test_all_functions_groups_and_works(backend, compiler) -> None:
     assert run_world(run, 2, None, compiler, backend=backend, timeout=240) == [{}] * 2

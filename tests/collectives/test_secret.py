@@ -102,6 +102,7 @@ def test_insecure_and_a_secret_contradict_each_other(monkeypatch: pytest.MonkeyP
         secret.is_insecure()
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_launcher_provides_a_secret_once() -> None:
     program = "from collectives import secret; print(secret.derived_key('store').hex())"
     with secret.provided():

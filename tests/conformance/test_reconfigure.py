@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
+from worlds import meet
 
 import collectives as dist
 from collectives.backends.host import rendezvous
@@ -20,13 +21,6 @@ def handles_of(store, name, group, rank, members):
     """Returns the handles of the members, in their order; called by these."""
     store.set(f"{name}/{rank}", group.reconfigure_handle())
     return [store.get(f"{name}/{member}").decode() for member in members]
-
-
-def meet(name, rank, size):
-    """Waits for all processes of the test, whatever groups they are in."""
-    store = current_store()
-    store.set(f"{name} {rank}", "")
-    store.wait([f"{name} {other}" for other in range(size)])
 
 
 def total(group, count=1000):
@@ -58,24 +52,24 @@ def changes_members(group):
     rank, size, store = group.rank(), group.size(), current_store()
     handles = handles_of(store, "all", group, rank, range(size))
     uses_all(group)
-    meet("begun", rank, size)
+    meet("begun", rank, range(size))
     if rank != 1:
         group.reconfigure("without 1", [handles[0], *handles[2:]])
         assert (group.rank(), group.size(), group.generation) == (max(rank - 1, 0), size - 1, 1)
         uses_all(group)
-    meet("shrunk", rank, size)
+    meet("shrunk", rank, range(size))
     if rank == 1:
         with pytest.raises(dist.GroupAbortedError, match=r"rank \d reconfigures the group, as without 1"):
             total(group)
         group.reconfigure("alone", [handles[1]])
         uses_all(group)
-    meet("alone", rank, size)
+    meet("alone", rank, range(size))
     group.reconfigure("turned", handles[::-1])
     assert (group.rank(), group.size()) == (size - 1 - rank, size)
     assert group.reconfigure_handle() == handles[rank]
     uses_all(group)
     # Each half is one of its own, and the two merge again. Who leaves breaks what others may still be in.
-    meet("turned", rank, size)
+    meet("turned", rank, range(size))
     half = handles[: size // 2] if rank < size // 2 else handles[size // 2 :]
     group.reconfigure(f"half {rank // (size // 2)}", half)
     uses_all(group)
@@ -120,11 +114,11 @@ def in_the_middle_of_operations(group):
     rank, size, store = group.rank(), group.size(), current_store()
     handles = handles_of(store, "all", group, rank, range(size))
     if rank == 0:
-        meet("about to wait", rank, size)
+        meet("about to wait", rank, range(size))
     else:
         works = [group.allreduce([torch.ones(100_000)]) for _ in range(3)]
         works.append(group.recv([torch.ones(5)], 0, 0))
-        meet("about to wait", rank, size)
+        meet("about to wait", rank, range(size))
         with pytest.raises(dist.GroupAbortedError, match="rank 0 reconfigures the group, as now"):
             group.barrier().wait() if rank == 1 else works[0].wait()
         for work in works:
@@ -144,7 +138,7 @@ def whatever_happened(group):
     handles = handles_of(store, "all", group, rank, range(size))
     if rank == 0:
         group.abort()
-    meet("aborted", rank, size)
+    meet("aborted", rank, range(size))
     with pytest.raises(dist.GroupAbortedError):
         total(group)
     group.reconfigure("after an abort", handles)
@@ -153,7 +147,7 @@ def whatever_happened(group):
     if rank != 1:
         with pytest.raises(dist.CollectiveTimeoutError):
             total(group)
-    meet("timed out", rank, size)
+    meet("timed out", rank, range(size))
     group.set_timeout(LONG)
     group.reconfigure("after a time limit", handles, LONG)
     uses_all(group)
@@ -164,7 +158,7 @@ def whatever_happened(group):
         assert (group.rank(), group.size()) == (rank, size)
         with pytest.raises(dist.GroupAbortedError):
             total(group)
-    meet("missed", rank, size)
+    meet("missed", rank, range(size))
     with contextlib.suppress(dist.DistError):
         total(group)
     group.reconfigure("after a failure to reconfigure", handles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,34 +22,39 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 PARTS = ", ".join(f"collectives{part}" for part in ("", ".store", ".backends", ".ddp", ".bench", "._native"))
 
-SPAWNING_SCRIPT = """
+SPAWNING_SCRIPT = f"""
 import tempfile
 import torch
 import torch.multiprocessing as mp
-import collectives as dist
+import {PARTS}
+import backends, store, ddp, bench
 
 def rank_main(rank, path):
-    dist.init_process_group("host", init_method=f"file://{path}", rank=rank, world_size=2)
+    collectives.init_process_group("host", init_method=f"file://{{path}}", rank=rank, world_size=2)
     t = torch.full((3,), rank + 1.0)
-    dist.all_reduce(t)
+    collectives.all_reduce(t)
     assert t.tolist() == [3.0] * 3, t
-    dist.destroy_process_group()
+    collectives.destroy_process_group()
+    mine = " ".join(one.MINE for one in (backends, store, ddp, bench))
+    print(mine + "\\n", end="", flush=True)  # in one write
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(f"{folder}/store",), nprocs=2)
-    print("spawned ranks agree")
+        mp.spawn(rank_main, args=(f"{{folder}}/store",), nprocs=2)
 """
 
 TORCHRUN_SCRIPT = """
 import torch
 import collectives as dist
 
-dist.init_process_group()
-t = torch.full((3,), dist.get_rank() + 1.0)
-dist.all_reduce(t)
-assert t.tolist() == [3.0] * 3, t
-dist.destroy_process_group()
+assert dist.is_torchelastic_launched()
+for life in range(2):
+    dist.init_process_group()
+    t = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(t)
+    assert t.tolist() == [3.0] * 3, t
+    assert dist.get_node_local_rank() == dist.get_rank()
+    dist.destroy_process_group()
 print("launched rank agrees")
 """
 
@@ -77,7 +83,11 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip")
     # What is in the wheel matters here, not its speed.
     quick = "--config-settings=cmake.build-type=None"
-    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", out, sdist, cwd=out)
+    # pip unpacks into another folder each time, which is the same to ccache where paths are relative.
+    cached = {"CCACHE_BASEDIR": "/", "CCACHE_NOHASHDIR": "1"}
+    if shutil.which("ccache") is not None:
+        cached["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", quick, "-w", out, sdist, cwd=out, **cached)
     return next(out.glob("*.whl"))
 
 
@@ -99,15 +109,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["normal", "editable"])
-def python(request: pytest.FixtureRequest) -> Path:
-    """An interpreter that sees the package: installed from the wheel, or as the tests themselves see it."""
-    return request.getfixturevalue("installed") if request.param == "normal" else Path(sys.executable)
+def installed_so(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """An interpreter that sees the package, and the working folder where that is harder.
 
-
-@pytest.fixture(params=["inside", "outside"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A working folder inside or outside the checkout."""
-    return CHECKOUT if request.param == "inside" else tmp_path
+    Installed from the wheel, beside the folders of the checkout; as the tests themselves see it, elsewhere.
+    """
+    if request.param == "normal":
+        return request.getfixturevalue("installed"), CHECKOUT
+    return Path(sys.executable), tmp_path
 
 
 def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
@@ -155,39 +164,13 @@ def test_commands_that_are_printed_name_the_distribution_and_its_extras() -> Non
     assert not wrong
 
 
-# Both in one start, which takes seconds: what ``python -m collectives backends`` does, after the imports.
-IMPORTS_AND_COMMAND = f"""
-import runpy, sys
-import {PARTS}
-sys.argv = ["collectives", "backends"]
-runpy.run_module("collectives", run_name="__main__", alter_sys=True)
-"""
+def test_command(installed_so: tuple[Path, Path]) -> None:
+    python, folder = installed_so
+    assert "host" in run(python.parent / "collectives", "backends", cwd=folder)
 
 
-def test_imports_and_command_line(python: Path, folder: Path) -> None:
-    assert "host" in run(python, "-c", IMPORTS_AND_COMMAND, cwd=folder)
-
-
-def test_command(python: Path, tmp_path: Path) -> None:
-    assert "host" in run(python.parent / "collectives", "backends", cwd=tmp_path)
-
-
-# Each start of ranks takes seconds. The checkout's folders are in the way of an installed package, and an
-# editable one must be found from elsewhere; the other two ways are easier.
-HARDER = pytest.mark.parametrize(
-    ("python", "folder"), [("normal", "inside"), ("editable", "outside")], indirect=True
-)
-
-
-@HARDER
-def test_spawned_ranks(python: Path, folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "spawning.py"
-    script.write_text(SPAWNING_SCRIPT)
-    assert "spawned ranks agree" in run(python, script, cwd=folder)
-
-
-@HARDER
-def test_torchrun(python: Path, folder: Path, tmp_path: Path) -> None:
+def test_torchrun(installed_so: tuple[Path, Path], tmp_path: Path) -> None:
+    python, folder = installed_so
     script = tmp_path / "launched.py"
     script.write_text(TORCHRUN_SCRIPT)
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -195,12 +178,14 @@ def test_torchrun(python: Path, folder: Path, tmp_path: Path) -> None:
     assert text.count("launched rank agrees") == 2
 
 
-def test_script_beside_folders_of_the_same_names(python: Path, tmp_path: Path) -> None:
+def test_spawned_ranks_of_a_script_beside_folders_of_the_same_names(
+    installed_so: tuple[Path, Path], tmp_path: Path
+) -> None:
     """The names store, backends, ddp and bench stay the user's."""
+    python, folder = installed_so
     for name in ("store", "backends", "ddp", "bench"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"MINE = '{name}'\n")
     script = tmp_path / "main.py"
-    mine = ", ".join(f"{name}.MINE" for name in ("backends", "store", "ddp", "bench"))
-    script.write_text(f"import {PARTS}\nimport backends, store, ddp, bench\nprint({mine})\n")
-    assert "backends store ddp bench" in run(python, script, cwd=tmp_path)
+    script.write_text(SPAWNING_SCRIPT)
+    assert run(python, script, cwd=folder).count("backends store ddp bench") == 2

@@ -77,8 +77,8 @@ def test_coalescing_on_a_rank_outside() -> None:
     run_world(coalesces_outside, 2)
 
 
-def test_coalescing_manager(backend: str) -> None:
-    run_world(coalesces, 3, backend=backend)
+def test_coalescing_manager() -> None:
+    run_world(coalesces, 3)
 
 
 def old_names(rank: int, size: int) -> None:

@@ -163,3 +163,54 @@ def test_rank_0_does_not_wait_for_ranks_that_it_knows_are_dead(tmp_path: Path, c
     ended = run_script(LOSES + end, 3, str(tmp_path / "store"), case)
     assert [status for status, _, _ in ended] == [0, 0, -signal.SIGKILL], ended
     assert [told.strip() for _, told, _ in ended] == ["2", "2", ""]
+
+
+FORGETFUL = """
+import os, sys, torch, collectives as dist
+url = f"file://{sys.argv[1]}"
+if os.fork() == 0:  # a process that was forked before may begin a world
+    dist.init_process_group("host", f"{url}-of-the-child", rank=0, world_size=1)
+    dist.new_group()
+    sys.exit(0)
+assert os.wait()[1] == 0
+dist.init_process_group("host", url, rank=0, world_size=1)
+if os.fork() == 0:  # one that was forked within a world has no part in it
+    sys.exit(0)
+assert os.wait()[1] == 0
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+@pytest.mark.full
+def test_the_end_of_a_process_ends_its_own_world_with_one_line(tmp_path: Path) -> None:
+    ((status, said, errors),) = run_script(FORGETFUL, 1, str(tmp_path / "store"))
+    assert (status, said.strip()) == (0, "fine"), errors
+    assert errors.strip() == (
+        "[rank 0] host group '0' (default_pg) of 1: the process ends with 2 process group(s) open; call "
+        "collectives.destroy_process_group() on all ranks"
+    )
+
+
+LEAVES_EARLY = (
+    BEGIN
+    + """
+tensor = torch.ones(1_000_000)
+dist.all_reduce(tensor)
+if rank == 1:
+    time.sleep(0.5)
+    dist.recv(tensor, 0)
+    dist.destroy_process_group()
+else:
+    dist.send(tensor + 1, 1)
+print(tensor[0].item())
+"""
+)
+
+
+@pytest.mark.full
+def test_rank_that_ends_early_leaves_what_it_sent(tmp_path: Path) -> None:
+    (first, *_), (second, said, errors) = run_script(LEAVES_EARLY, 2, str(tmp_path / "store"), "host")
+    assert (first, second, said.strip()) == (0, 0, "3.0"), errors

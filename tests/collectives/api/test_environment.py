@@ -1,4 +1,4 @@
-"""What the environment tells, scripts under a launcher, and the end of a process."""
+"""What the environment tells, and scripts under a launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ports import free_port
@@ -30,136 +29,6 @@ def test_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_torchelastic_launched()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert dist.is_torchelastic_launched()
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    left_out = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"}
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**env, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-        check=False,
-    )
-
-
-FORGETFUL = """
-import os, sys, torch, collectives as dist
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="1", RANK="0")
-if os.fork() == 0:  # a process that was forked before may begin a world
-    dist.init_process_group("host")
-    dist.new_group()
-    sys.exit(0)
-assert os.wait()[1] == 0
-dist.init_process_group("host")
-if os.fork() == 0:  # one that was forked within a world has no part in it
-    sys.exit(0)
-assert os.wait()[1] == 0
-tensor = torch.ones(1)
-dist.all_reduce(tensor)
-dist.destroy_process_group()
-print("fine")
-"""
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.full
-def test_the_end_of_a_process_ends_its_own_world_with_one_line() -> None:
-    done = run_python("-c", FORGETFUL, str(free_port()))
-    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
-    assert done.stderr.strip() == (
-        "[rank 0] host group '0' (default_pg) of 1: the process ends with 2 process group(s) open; call "
-        "collectives.destroy_process_group() on all ranks"
-    )
-
-
-LEAVES_EARLY = """
-import sys, time, torch, collectives as dist
-rank = int(sys.argv[1])
-dist.init_process_group("host", f"file://{sys.argv[2]}", rank=rank, world_size=2)
-tensor = torch.ones(1_000_000)
-dist.all_reduce(tensor)
-if rank == 1:
-    time.sleep(0.5)
-    dist.recv(tensor, 0)
-    dist.destroy_process_group()
-else:
-    dist.send(tensor + 1, 1)
-print(tensor[0].item())
-"""
-
-
-@pytest.mark.full
-def test_rank_that_ends_early_leaves_what_it_sent(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LEAVES_EARLY)
-    command = [sys.executable, str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    store = str(tmp_path / "store")
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    with subprocess.Popen([*command, "0", store], **piped) as first:
-        second = subprocess.run([*command, "1", store], timeout=60, check=False, **piped)
-        first.communicate(timeout=60)
-    assert first.returncode == 0
-    assert (second.returncode, second.stdout.strip()) == (0, "3.0"), second.stderr
-
-
-LAUNCHED = """
-import torch, collectives as dist
-assert dist.is_torchelastic_launched()
-for life in range(2):
-    dist.init_process_group()
-    tensor = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(tensor)
-    assert tensor.item() == 3, tensor
-    assert dist.get_node_local_rank() == dist.get_rank()
-    dist.destroy_process_group()
-print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in one write
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
-def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LAUNCHED)
-    words = (
-        ["--standalone", "--local-addr=127.0.0.1"]
-        if alone
-        else ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    )
-    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *words, str(script))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
-
-
-LAUNCHED_WITH_ARGUMENT = """
-import argparse, os, sys
-import torch, collectives as dist
-parser = argparse.ArgumentParser()
-parser.add_argument("--local-rank", "--local_rank", type=int)
-given = parser.parse_args().local_rank
-dist.init_process_group("host", init_method="env://")
-tensor = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(tensor)
-assert tensor.item() == 3, tensor
-assert os.environ["LOCAL_RANK"] == str(dist.get_node_local_rank())
-dist.destroy_process_group()
-print(f"rank {os.environ['LOCAL_RANK']} was given {given}\\n", end="", flush=True)  # in one write
-"""
-
-
-@pytest.mark.full
-def test_the_older_launcher_starts_a_script(tmp_path: Path) -> None:
-    """torch.distributed.launch hands the rank over as an argument."""
-    script = tmp_path / "script.py"
-    script.write_text(LAUNCHED_WITH_ARGUMENT)
-    launcher = ("-m", "torch.distributed.launch", "--standalone", "--local-addr=127.0.0.1")
-    done = run_python(*launcher, "--nproc-per-node=2", str(script))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} was given {rank}" for rank in range(2)]
 
 
 ON_TWO_MACHINES = """

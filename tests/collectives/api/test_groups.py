@@ -9,17 +9,11 @@ import pytest
 import torch
 from harness import run_ranks, run_world
 from ports import free_port
+from worlds import sum_of_ranks
 
 import collectives as dist
 
 LONG = timedelta(seconds=30)
-
-
-def sum_of_ranks(group: dist.ProcessGroup | None = None) -> float:
-    """Returns the all-reduced sum of global ranks, so that it depends on who takes part."""
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def makes_groups(rank: int, size: int) -> None:

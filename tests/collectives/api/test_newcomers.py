@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from harness import current_store, run_ranks
+from worlds import total
 
 import collectives as dist
 from collectives import _native
@@ -19,12 +20,6 @@ from collectives.secret import SECRET
 from collectives.store.joining.newcomers import Newcomers
 
 LONG = timedelta(seconds=30)
-
-
-def total():
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    return int(tensor[0])
 
 
 def form(rank, size, name="world"):
@@ -97,6 +92,7 @@ def counts_on(newcomers, _):
     newcomers.add("count", 1000)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "nonsense", [announces_no_handle, announces_a_members_handle, announces_no_record, counts_on]
 )
@@ -196,6 +192,7 @@ def dies_at(moment):
         ProcessGroupHost._form = connects_and_dies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "moment",
     [
@@ -225,6 +222,7 @@ def another_member_dies(rank, size, moment):
     leave(rank, [0, 2, 3])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "moment", ["before the broadcast", "before the meeting", "while it forms", "once it is connected"]
 )
@@ -313,6 +311,7 @@ def first_member_sleeps(rank, size):
         assert sorted(left) == ["admitted", "count"]
 
 
+@pytest.mark.full
 def test_a_first_member_that_was_stopped_makes_no_world_alone() -> None:
     run_ranks(first_member_sleeps, 4, isolated=True)
 
@@ -358,6 +357,7 @@ def does_not_meet(rank, size):
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("function", [waits_long, does_not_meet])
 def test_the_limit_of_a_newcomer_counts_from_its_call(function) -> None:
     run_ranks(function, 2, isolated=True)
@@ -411,6 +411,7 @@ def would_form_another_world(rank, size, difference):
     leave_store(rank, range(size))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("difference", ["backend", "calls", "layout"])
 def test_a_newcomer_that_would_form_another_world_is_refused(difference) -> None:
     run_ranks(would_form_another_world, 3, difference, isolated=True)

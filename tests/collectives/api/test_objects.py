@@ -69,8 +69,8 @@ def objects(rank: int, size: int) -> None:
     assert [t.tolist() for t in tensors] == [[1.5] * r for r in range(size)]
 
 
-def test_every_function(backend: str) -> None:
-    run_world(objects, 3, backend=backend)
+def test_every_function() -> None:
+    run_world(objects, 3)
 
 
 def objects_of_a_part(rank: int, size: int) -> None:

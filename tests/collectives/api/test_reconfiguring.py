@@ -9,9 +9,9 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 from harness import Died, current_store, run_ranks, run_world
 from machines import make_machines  # noqa: F401 - a fixture
+from worlds import handles_of, meet, total
 
 import collectives as dist
 from collectives.cli.ps import running_jobs
@@ -19,25 +19,6 @@ from collectives.secret import SECRET
 from collectives.store.joining import agreement
 
 LONG = timedelta(seconds=30)
-
-
-def total(group=None):
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    return int(tensor[0])
-
-
-def handles_by_store(name, rank, ranks):
-    """Returns the handles of processes by their numbers; called by these."""
-    store = current_store()
-    store.set(f"{name}/{rank}", dist.get_reconfigure_handle())
-    return [store.get(f"{name}/{other}").decode() for other in ranks]
-
-
-def meet(name, rank, ranks):
-    store = current_store()
-    store.set(f"{name} {rank}", "")
-    store.wait([f"{name} {other}" for other in ranks])
 
 
 def lives(size):
@@ -84,7 +65,7 @@ def grows_from_one(rank, size, backend):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         assert total() == 1
     for count in range(max(rank + 1, 2), size + 1):
-        handles = handles_by_store(f"for {count}", rank, range(count))
+        handles = handles_of(f"for {count}", rank, range(count))
         dist.reconfigure_world(count, handles, backend, LONG)
         assert dist.get_rank() == rank
         lives(count)
@@ -99,7 +80,7 @@ def test_a_world_of_one_grows(backend) -> None:
 
 
 def without_a_world_before(rank, size):
-    handles = handles_by_store("all", rank, range(size))
+    handles = handles_of("all", rank, range(size))
     assert dist.get_reconfigure_handle() == handles[rank]
     with pytest.raises(ValueError, match="is not part of the 1 handles"):
         dist.reconfigure_world(1, handles[:rank] + handles[rank + 1 :] if size == 2 else handles[:1])
@@ -108,7 +89,7 @@ def without_a_world_before(rank, size):
     assert dist.get_reconfigure_handle() == handles[rank]
     lives(size)
     dist.destroy_process_group()
-    assert handles_by_store("again", rank, range(size))[rank] != handles[rank]
+    assert handles_of("again", rank, range(size))[rank] != handles[rank]
 
 
 def test_processes_without_a_world_make_one() -> None:
@@ -135,7 +116,7 @@ def test_a_world_splits_and_merges() -> None:
 def two_worlds_merge(rank, size, urls):
     dist.init_process_group("host", urls[rank // 2], LONG, 2, rank % 2)
     assert total() == 2
-    dist.reconfigure_world("both", handles_by_store("all", rank, range(size)))
+    dist.reconfigure_world("both", handles_of("all", rank, range(size)))
     lives(size)
     dist.destroy_process_group()
 
@@ -148,7 +129,7 @@ def replaces_a_dead_rank(rank, size, url):
     """Rank 3 comes later, in the place of rank 1, which is killed in an all-reduce."""
     if rank < 3:
         dist.init_process_group("host", url, LONG, 3, rank)
-        handles = handles_by_store("first", rank, range(3))
+        handles = handles_of("first", rank, range(3))
         assert total() == 3
         if rank == 1:
             current_store().wait(["waiting 0", "waiting 2"])
@@ -159,7 +140,7 @@ def replaces_a_dead_rank(rank, size, url):
         assert lost.value.rank == 1
         dist.reconfigure_world("without 1", [handles[0], handles[2]])
         lives(2)
-    handles = handles_by_store("healed", rank, [0, 3, 2])
+    handles = handles_of("healed", rank, [0, 3, 2])
     dist.reconfigure_world("healed", handles, timeout=LONG)
     assert dist.get_rank() == {0: 0, 3: 1, 2: 2}[rank]
     lives(3)
@@ -250,7 +231,7 @@ def forks(rank, size):
     theirs = os.read(read, 10_000).decode()
     assert theirs.startswith("collectives-1.")
     assert theirs != handle
-    dist.reconfigure_world(1, handles_by_store("all", rank, range(size)))
+    dist.reconfigure_world(1, handles_of("all", rank, range(size)))
     group = dist.group.WORLD
     child = os.fork()
     if child == 0:
@@ -352,7 +333,7 @@ def test_newcomers_are_let_in_by_a_store() -> None:
 
 def shrinks_after_that(rank, size):
     """Handles and generation go on where a world that was reconfigured shrinks."""
-    handles = handles_by_store("all", rank, range(size))
+    handles = handles_of("all", rank, range(size))
     dist.reconfigure_world(1, handles)
     meet("met", rank, range(size))
     if rank == 0:
@@ -536,7 +517,7 @@ def grows_after_it_shrank(rank, size, url):
     if rank == 0:
         dist.shrink_group([1])
         assert total() == 1
-    dist.reconfigure_world("with rank 2", handles_by_store("all", rank, [0, 2]), timeout=LONG)
+    dist.reconfigure_world("with rank 2", handles_of("all", rank, [0, 2]), timeout=LONG)
     lives(2)
     current_store().set("grown", "")
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 from census import census, growth, memory_mib
 from harness import current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
+from worlds import handles_of, meet, total
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
@@ -23,25 +24,6 @@ from collectives.store.joining import meeting_place
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
 
-def total(count=3):
-    tensor = torch.ones(count)
-    dist.all_reduce(tensor)
-    assert tensor.eq(tensor[0]).all()
-    return int(tensor[0])
-
-
-def handles_of(name, rank, ranks):
-    store = current_store()
-    store.set(f"{name}/{rank}", dist.get_reconfigure_handle())
-    return {other: store.get(f"{name}/{other}").decode() for other in ranks}
-
-
-def meet(name, rank, ranks):
-    store = current_store()
-    store.set(f"{name} {rank}", "")
-    store.wait([f"{name} {other}" for other in ranks], LONG)
-
-
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -49,7 +31,7 @@ def die():
 def dies(rank, size, victim, moment):
     """A rank dies in a reconfiguration; the others have the same error, and go on without it."""
     handles = handles_of("all", rank, range(size))
-    dist.reconfigure_world("first", list(handles.values()), timeout=LONG)
+    dist.reconfigure_world("first", handles, timeout=LONG)
     assert total() == size
     meet("begun", rank, range(size))
     if rank == victim:
@@ -65,14 +47,14 @@ def dies(rank, size, victim, moment):
             ProcessGroupHost._form = dies_after(ProcessGroupHost._form)
     current_store().set(f"about to {rank}", "")
     with pytest.raises(dist.DistError) as raised:
-        dist.reconfigure_world("second", list(handles.values()), timeout=LONG)
+        dist.reconfigure_world("second", handles, timeout=LONG)
     assert isinstance(raised.value, (dist.PeerLostError, dist.DistNetworkError)), raised.value
     assert raised.value.rank in ((victim, -1) if victim == 0 else (victim,)), raised.value
     with pytest.raises(dist.GroupAbortedError):
         total()
-    left = [handle for other, handle in handles.items() if other != victim]
+    left = [handle for other, handle in enumerate(handles) if other != victim]
     dist.reconfigure_world("third", left, timeout=LONG)
-    assert (total(), total(100_000)) == (size - 1, size - 1)
+    assert (total(), total(count=100_000)) == (size - 1, size - 1)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -94,7 +76,7 @@ def test_a_rank_dies_while_the_world_is_reconfigured(victim, moment) -> None:
 
 def fails_once_connected(rank, size, backend):
     """Rank 1 fails, after the others have returned from connecting: all fail, and mend it together."""
-    handles = list(handles_of("all", rank, range(size)).values())
+    handles = handles_of("all", rank, range(size))
     dist.reconfigure_world("first", handles, backend, LONG)
     form = ProcessGroupHost._form
 
@@ -132,19 +114,19 @@ def test_all_members_fail_where_one_fails_once_it_is_connected(backend) -> None:
 def loses_a_machine(rank, size, url, lost):
     dist.init_process_group("host", url, LONG, size, rank)
     handles = handles_of("all", rank, range(size))
-    dist.reconfigure_world("first", list(handles.values()))
-    assert total(100_000) == size
+    dist.reconfigure_world("first", handles)
+    assert total(count=100_000) == size
     meet("begun", rank, range(size))
     if rank in lost:
         current_store().wait([f"waits {other}" for other in range(size) if other not in lost], LONG)
         die()
     current_store().set(f"waits {rank}", "")
     with pytest.raises(dist.PeerLostError) as raised:
-        total(100_000)
+        total(count=100_000)
     assert raised.value.rank in lost
-    left = [handle for other, handle in handles.items() if other not in lost]
+    left = [handle for other, handle in enumerate(handles) if other not in lost]
     dist.reconfigure_world("without a machine", left, timeout=LONG)
-    assert (total(), total(100_000)) == (size - len(lost),) * 2
+    assert (total(), total(count=100_000)) == (size - len(lost),) * 2
     part = dist.new_group([0, size - len(lost) - 1], timeout=LONG)  # in the new store
     assert part is dist.GroupMember.NON_GROUP_MEMBER or part.size() == 2
     dist.barrier()
@@ -163,7 +145,7 @@ def test_a_world_loses_a_machine_at_once(make_machines, machine) -> None:  # noq
 
 def sleeps(rank, size, sleeper):
     handles = handles_of("all", rank, range(size))
-    dist.reconfigure_world("first", list(handles.values()), timeout=LONG)
+    dist.reconfigure_world("first", handles, timeout=LONG)
     assert total() == size
     store, others = current_store(), [other for other in range(size) if other != sleeper]
     meet("begun", rank, range(size))
@@ -174,7 +156,7 @@ def sleeps(rank, size, sleeper):
             with pytest.raises(dist.GroupAbortedError, match="reconfigures the group"):
                 total()
         with pytest.raises(dist.DistError) as late:
-            dist.reconfigure_world("all of us", list(handles.values()), timeout=SHORT)
+            dist.reconfigure_world("all of us", handles, timeout=SHORT)
         assert isinstance(late.value, (dist.GroupAbortedError, dist.CollectiveTimeoutError)), late.value
         store.set("refused", "")
     else:
@@ -182,7 +164,7 @@ def sleeps(rank, size, sleeper):
             os.kill(int(store.get("pid")), signal.SIGSTOP)
         meet("stopped", rank, others)
         with pytest.raises(dist.CollectiveTimeoutError) as late:
-            dist.reconfigure_world("all of us", list(handles.values()), timeout=SHORT)
+            dist.reconfigure_world("all of us", handles, timeout=SHORT)
         assert late.value.missing_ranks == (sleeper,)
         dist.reconfigure_world("without it", [handles[other] for other in others], timeout=LONG)
         assert total() == size - 1
@@ -194,7 +176,7 @@ def sleeps(rank, size, sleeper):
             refused = torch.tensor([float(store.check(["refused"]))])
             dist.all_reduce(refused, dist.ReduceOp.MIN)
     meet("awake", rank, range(size))
-    dist.reconfigure_world("together", list(handles.values()), timeout=LONG)
+    dist.reconfigure_world("together", handles, timeout=LONG)
     assert total() == size
     dist.barrier()
     dist.destroy_process_group()
@@ -246,7 +228,7 @@ def comes_and_goes(rank, size, rounds):
         dist.reconfigure_world(f"with {number}", handles, timeout=LONG)
         assert total() == 3
         with pytest.raises(dist.PeerLostError) as lost:
-            total(100_000)
+            total(count=100_000)
         assert lost.value.rank == 2
         del lost
         dist.reconfigure_world(f"without {number}", handles[:2], timeout=LONG)

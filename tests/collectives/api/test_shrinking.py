@@ -6,16 +6,10 @@ import os
 import signal
 
 import pytest
-import torch
 from harness import Died, run_world
+from worlds import total
 
 import collectives as dist
-
-
-def total(group=None):
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    return int(tensor[0])
 
 
 def shrinks_the_world(rank, size, flags):
@@ -36,8 +30,7 @@ def shrinks_the_world(rank, size, flags):
     return total(both), total(alike), dist.get_process_group_ranks(both)
 
 
-@pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
-@pytest.mark.parametrize("backend", ["host", "gloo"])
+@pytest.mark.parametrize(("backend", "flags"), [("host", dist.SHRINK_ABORT), ("gloo", dist.SHRINK_DEFAULT)])
 def test_the_new_group_takes_the_place_of_the_world(backend, flags) -> None:
     first, _, last = run_world(shrinks_the_world, 3, flags, backend=backend, isolated=True)
     assert first == last == (2, 2, [0, 1])

@@ -7,21 +7,15 @@ import signal
 from datetime import timedelta
 
 import pytest
-import torch
 from harness import Died, current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 from ports import free_port
+from worlds import total
 
 import collectives as dist
 from collectives.secret import SECRET
 
 LONG = timedelta(seconds=30)
-
-
-def total(group=None):
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    return int(tensor[0])
 
 
 def after_deaths(rank, size, backend, url, deaths):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from conformance import table
-from harness import current_store, run_ranks
-from torch.autograd import profiler
+from harness import current_store, run_ranks, run_world
+from torch_world import BACKEND, run_torch
 
 import collectives as dist
 from collectives.core import profiling
@@ -61,66 +64,82 @@ def test_each_operation_has_one_event(backend: str) -> None:
     run_ranks(every_operation, 2, backend)
 
 
-def lasts_as_long(rank: int, size: int) -> None:
-    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+PREFIXES = {"collectives": "host:", "torch.distributed": f"{BACKEND}:"}
+"""By front end, what names of its events begin with."""
+
+
+def events_of(recorded: Any, layer: str) -> list[Any]:
+    return [event for event in recorded.events() if event.name.startswith(PREFIXES[layer])]
+
+
+def lasts_as_long(rank: int, size: int, layer: str) -> None:
+    """While one rank is late, the event goes on; afterwards it does not."""
+    front = importlib.import_module(layer)
     store = current_store()
     with session() as recorded:
         if rank:
             store.wait(["begun"])
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        assert work is not None
+        work = front.all_reduce(torch.ones(2), async_op=True)
         if rank == 0:
+            assert not work.is_completed()
             with torch.profiler.record_function("meanwhile"):
                 torch.ones(2)
             store.set("begun", "")
         work.wait()
         assert work.is_completed()
         assert work.result()[0].tolist() == [2.0, 2.0]
-    events = {event.name: event.time_range for event in recorded.events()}
-    assert list(filter(lambda name: name.startswith("host:"), events)) == ["host:all_reduce"]
+        with torch.profiler.record_function("afterwards"):
+            torch.ones(2)
+    (event,) = events_of(recorded, layer)
+    by_name = {one.name: one.time_range for one in recorded.events()}
+    assert event.time_range.end <= by_name["afterwards"].start
     if rank == 0:
-        assert events["host:all_reduce"].start <= events["meanwhile"].start
-        assert events["meanwhile"].end <= events["host:all_reduce"].end
-    dist.destroy_process_group()
+        assert event.time_range.start <= by_name["meanwhile"].start
+        assert event.time_range.end >= by_name["meanwhile"].end
 
 
-def test_an_event_ends_with_its_operation() -> None:
-    run_ranks(lasts_as_long, 2)
-
-
-def mistakes(rank: int, size: int) -> None:
-    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+def failures(rank: int, size: int, layer: str) -> None:
+    front = importlib.import_module(layer)
     with session() as recorded:
-        with pytest.raises(TypeError):
-            dist.all_reduce("no tensor")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="root"):
+            front.group.WORLD.broadcast(torch.ones(1), root=9)
         with pytest.raises(dist.CollectiveMismatchError):
-            dist.all_reduce(torch.ones(2 + rank))
-        dist.barrier()
-    assert [name for name, _ in found(recorded)] == ["host:all_reduce", "host:all_reduce", "host:barrier"]
+            front.all_reduce(torch.ones(1 + rank))
+        with pytest.raises(dist.CollectiveMismatchError):
+            front.all_reduce(torch.ones(1 + rank), async_op=True).wait()
+        front.barrier()
+    names = [event.name.removeprefix(PREFIXES[layer]) for event in events_of(recorded, layer)]
+    assert names == ["broadcast", "all_reduce", "all_reduce", "barrier"]
     assert not profiling.possible()
-    dist.all_reduce(torch.ones(3))  # by the fast path again
-    dist.destroy_process_group()
+    front.all_reduce(torch.ones(3))  # by the fast path again
 
 
-def test_events_of_failed_operations_end() -> None:
-    run_ranks(mistakes, 2)
+def threads(rank: int, size: int, layer: str) -> None:
+    """Sessions are of a thread; others' operations are not in them."""
+    front = importlib.import_module(layer)
+    groups = [front.new_group() for _ in range(2)]
+
+    def use_the_other() -> None:
+        for _ in range(30):
+            front.all_reduce(torch.ones(2), group=groups[1])
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(use_the_other)
+        for _ in range(5):
+            with session() as recorded:
+                for _ in range(6):
+                    front.all_reduce(torch.ones(2), group=groups[0], async_op=True).wait()
+            assert len(events_of(recorded, layer)) == 6
+        other.result()
 
 
-def of_this_thread_alone(rank: int, size: int) -> None:
-    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
-    with profiler.profile() as recorded:
-        other = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),))
-        other.start()
-        other.join()
-        dist.barrier()
-    assert [event.name for event in recorded.function_events if event.name.startswith("host:")] == [
-        "host:barrier"
-    ]
-    dist.destroy_process_group()
-
-
-def test_other_threads_are_not_recorded() -> None:
-    run_ranks(of_this_thread_alone, 2)
+@pytest.mark.parametrize("layer", PREFIXES)
+@pytest.mark.parametrize("body", [lasts_as_long, failures, threads])
+def test_events_of_both_front_ends(body: Callable[..., None], layer: str) -> None:
+    if layer == "collectives":
+        run_world(body, 2, layer)
+    else:
+        run_torch(body, 2, layer)
 
 
 def trains(rank: int, size: int) -> None:

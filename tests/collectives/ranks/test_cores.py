@@ -77,6 +77,7 @@ def test_ranks_stay_on_their_cores(monkeypatch):
     assert os.sched_getaffinity(0) == set(USABLE)
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_threads_of_ranks_that_are_not_bound(monkeypatch):
     everywhere = {frozenset(USABLE)}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

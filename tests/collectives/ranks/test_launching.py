@@ -173,9 +173,7 @@ collectives.launch(wait, (sys.argv[1],))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "stopped"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, False)]
-)
+@pytest.mark.parametrize(("number", "stopped"), [(signal.SIGKILL, True), (signal.SIGINT, False)])
 def test_ranks_of_a_script_end_with_it(number, stopped, tmp_path):
     """The script has no guard around its call, and its function is not importable."""
     script, folder = tmp_path / "script.py", tmp_path / "pids"

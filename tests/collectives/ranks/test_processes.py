@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,8 +10,6 @@ from pathlib import Path
 
 import bench_bodies
 import pytest
-import python_client
-from sources import PYTHONPATH
 
 from collectives.bench.core.ranks import barrier_memory
 from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
@@ -71,45 +67,6 @@ def test_a_rank_that_cannot_begin_is_named():
         SpawnedRanks(2, bench_bodies.multiply) as team,
     ):
         team.ask(1)  # the body lacks an argument
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stopped", [False, True])
-def test_ranks_end_when_the_parent_is_killed(stopped, tmp_path):
-    script = (
-        "import time\n"
-        "import bench_bodies\n"
-        "from collectives.ranks.processes import SpawnedRanks\n"
-        "if __name__ == '__main__':\n"
-        f"    with SpawnedRanks(2, bench_bodies.send_pid, ({str(tmp_path / 'pid')!r},)) as team:\n"
-        "        team.gather()\n"
-        "        print('ready', flush=True)\n"
-        "        time.sleep(600)\n"
-    )
-    file = tmp_path / "parent.py"
-    file.write_text(script, encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
-        "TMPDIR": str(tmp_path),
-    }
-    environment.pop(python_client.ADDRESS, None)  # the ranks are to be children of the script
-    with subprocess.Popen(
-        [sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, start_new_session=True
-    ) as parent:
-        try:
-            assert parent.stdout is not None
-            assert parent.stdout.readline() == b"ready\n"
-            pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
-            if stopped:
-                os.kill(pids[0], signal.SIGSTOP)
-        finally:
-            parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlive their parent"
-        time.sleep(0.05)
-    assert not list(tmp_path.glob("collectives*"))
 
 
 @pytest.mark.usefixtures("preloaded_python")

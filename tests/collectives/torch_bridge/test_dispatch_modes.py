@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import every_function
 from torch_systems.small import net
 from torch_world import run_torch
 
@@ -25,44 +26,13 @@ class Onlooker(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def everything(rank, size):
-    """Every function of torch.distributed once; returns what it wrote."""
-    one, two = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0)
-    rows, columns = [torch.zeros(2) for _ in range(size)], [torch.zeros(2) for _ in range(size)]
-    parts = [torch.full((2,), 10.0 * rank + r) for r in range(size)]
-    flat, mine, piece, total = torch.zeros(2 * size), torch.zeros(2), torch.zeros(2), torch.zeros(2)
-    dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    dist.all_reduce(total, async_op=True).wait()
-    dist.broadcast(two, 1)
-    dist.reduce(total, 1)
-    dist.all_gather(rows, torch.full((2,), float(rank)))
-    dist.all_gather_into_tensor(flat, torch.full((2,), float(rank)))
-    dist.gather(torch.full((2,), float(rank)), columns if rank == 0 else None)
-    dist.scatter(mine, parts if rank == 1 else None, src=1)
-    dist.reduce_scatter(piece, parts)
-    summed, turned, split = torch.zeros(2), torch.zeros(2 * size), torch.zeros(2 * size)
-    dist.reduce_scatter_tensor(summed, torch.cat(parts))
-    dist.all_to_all_single(turned, torch.cat(parts))
-    dist.all_to_all_single(split, torch.cat(parts), [2] * size, [2] * size)
-    dist.barrier()
-    passed = torch.zeros(2)
-    if rank == 0:
-        dist.send(one, 1, tag=3)
-    elif rank == 1:
-        dist.recv(passed, 0, tag=3)
-        assert dist.isend(one, 0).wait()
-    if rank == 0:
-        assert dist.recv(passed) == 1
-    return [one, two, total, *rows, flat, *columns, mine, piece, summed, turned, split, passed]
-
-
 def watched(rank, size):
-    plain = everything(rank, size)
+    plain = every_function(rank, size)
     with Onlooker() as outer, Onlooker() as inner:
-        found = everything(rank, size)
+        found = every_function(rank, size)
     assert outer.seen == inner.seen
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
-    everything(rank, size)
+    every_function(rank, size)
     return outer.seen
 
 
@@ -110,11 +80,17 @@ def factors_and_limits(rank, size):
 
 def faked(rank, size):
     """A fake tensor has no memory: it must not be communicated."""
+    world, add = dist.group.WORLD, torch.classes.c10d.ReduceOp()
     with FakeTensorMode():
         tensor, rows = torch.ones(3), torch.empty(3 * size)
         if rank == 0:  # nobody waits for the others
             dist.all_reduce(tensor)
             dist.all_gather_into_tensor(rows, tensor)
+            outputs, _ = torch.ops.c10d.allreduce_([tensor], world.boxed(), add, None)
+            assert outputs[0].shape == (3,)
+            result = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, world.group_name)
+            assert result.shape == (3 * size,)
+    assert world._get_sequence_number_for_group() == 0
     dist.barrier()
     return tuple(rows.shape)
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_world import BACKEND, run_torch
 
-from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, UnsupportedOperationError
+from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
 
 
 def summed(number, group=None):
@@ -162,22 +161,6 @@ def test_gloo_group_is_not_locked_up():
     run_torch(gloo_for_long, 3)
 
 
-def tensors_without_memory(rank, size):
-    world = dist.group.WORLD
-    add = torch.classes.c10d.ReduceOp()
-    with FakeTensorMode():
-        tensor = torch.ones(2)
-        outputs, _ = torch.ops.c10d.allreduce_([tensor], world.boxed(), add, None)
-        assert outputs[0].shape == (2,)
-        result = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, world.group_name)
-        assert result.shape == (2 * size,)
-    assert world._get_sequence_number_for_group() == 0
-
-
-def test_fake_tensors_are_not_sent():
-    run_torch(tensors_without_memory)
-
-
 def ours_beside_gloo(rank, size):
     ours = dist.new_group(backend=BACKEND)
     assert dist.get_backend(ours) == BACKEND
@@ -197,18 +180,6 @@ def with_a_device(rank, size):
 
 def test_backend_of_a_device():
     run_torch(with_a_device, backend=f"cpu:{BACKEND}")
-
-
-def monitored_barrier(rank, size):
-    world = dist.group.WORLD
-    world.monitored_barrier(timedelta(seconds=20))
-    if rank != 1:
-        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-            world.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
-
-
-def test_monitored_barrier():
-    run_torch(monitored_barrier, 3)
 
 
 def general_options(rank, size):

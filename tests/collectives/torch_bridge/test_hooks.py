@@ -13,6 +13,7 @@ from rank_watch import RankFailedError
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _functional_collectives as functional
 from torch_analyzer import analyzed
+from torch_calls import every_function
 from torch_world import BACKEND, run_torch
 
 from collectives import CollectiveTimeoutError, GroupAbortedError
@@ -29,27 +30,7 @@ def everything(rank, size):
     """Operations in all the forms in which torch's functions, and users of its groups, issue them."""
     world, mine, pair = dist.group.WORLD, torch.full((4,), rank + 1.0), torch.zeros(size)
     rows = [torch.zeros(4) for _ in range(size)]
-    parts = [torch.full((2,), float(rank)) for _ in range(size)]
-    dist.all_reduce(mine.clone(), op=dist.ReduceOp.MAX)
-    dist.all_reduce(mine.clone(), async_op=True).wait()
-    dist.broadcast(mine.clone(), 1)
-    dist.reduce(mine.clone(), 1)
-    dist.all_gather(rows, mine)
-    dist.all_gather_into_tensor(torch.zeros(4 * size), mine)
-    dist.gather(mine, rows if rank == 0 else None)
-    dist.scatter(torch.zeros(2), parts if rank == 1 else None, src=1)
-    dist.reduce_scatter(torch.zeros(2), parts)
-    dist.reduce_scatter_tensor(torch.zeros(2), torch.cat(parts))
-    dist.all_to_all_single(pair, torch.ones(size))
-    dist.all_to_all_single(pair, torch.ones(size), [1] * size, [1] * size)
-    dist.barrier()
-    if rank == 0:
-        dist.send(mine, 1, tag=3)
-    elif rank == 1:
-        dist.recv(rows[0], 0, tag=3)
-        dist.isend(mine, 0).wait()
-    if rank == 0:
-        assert dist.recv(rows[1]) == 1
+    every_function(rank, size)
     both = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, rows[0], 1 - rank)]
     for work in dist.batch_isend_irecv(both):
         work.wait()

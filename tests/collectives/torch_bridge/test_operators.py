@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.nn import functional as differentiable
 from torch_world import run_torch
 
 from collectives.errors import CollectiveTimeoutError
@@ -221,31 +220,12 @@ def functional_messages(rank, size):
     assert outputs[0].numel() == 0
 
 
-def gradients(rank, size):
-    world = dist.group.WORLD
-    x = value(rank).requires_grad_()
-    functional.all_gather_tensor_autograd(x, 0, world).mul(torch.arange(2 * size)).sum().backward()
-    assert x.grad.tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
-    x = torch.ones(2 * size, requires_grad=True)
-    functional.reduce_scatter_tensor_autograd(x, "sum", 0, world).mul(rank + 1).sum().backward()
-    equal(x.grad, *range(1, size + 1))
-    x = (torch.ones(size) * rank).requires_grad_()
-    functional.all_to_all_single_autograd(x, [1] * size, [1] * size, world).mul(rank + 1).sum().backward()
-    equal(x.grad, *range(1, size + 1))
-    x = value(rank).requires_grad_()
-    differentiable.all_reduce(x, group=world).mul(rank + 1).sum().backward()
-    equal(x.grad, size * (size + 1) / 2)
-    x = value(rank).requires_grad_()
-    torch.stack(differentiable.all_gather(x, group=world)).sum().backward()
-    equal(x.grad, size)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "body",
     [
         c10d_operators, sparse_and_hidden_factor, base_class_methods, functional_collectives,
-        functional_operators, gradients,
+        functional_operators,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip

@@ -6,8 +6,6 @@ import gc
 import subprocess
 import sys
 import textwrap
-import threading
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from sources import SAFE_PATH
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch_world import BACKEND, run_torch
-
-from collectives.errors import CollectiveMismatchError
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -66,42 +62,6 @@ def test_record_comm_adds_events_of_its_name_as_on_gloo() -> None:
     run_torch(chosen_names, 2)
 
 
-def events_last_as_long_as_operations(rank, size):
-    """While one rank is late, the event goes on; afterwards it does not."""
-    store = dist.group.WORLD.get_group_store()
-    with session() as recorded:
-        if rank:
-            store.wait(["begun"], timedelta(seconds=20))
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        if rank == 0:
-            assert not work.is_completed()
-            with torch.profiler.record_function("others"):
-                store.set("begun", "1")
-                torch.ones(2)
-        work.wait()
-        assert work.is_completed()
-        with torch.profiler.record_function("afterwards"):
-            torch.ones(2)
-    (event,) = events_of(recorded)
-    by_name = {one.name: one.time_range for one in recorded.events()}
-    assert event.time_range.end <= by_name["afterwards"].start
-    if rank == 0:
-        assert event.time_range.end > by_name["others"].start
-
-
-def failures(rank, size):
-    with session() as recorded:
-        with pytest.raises(ValueError, match="root"):
-            dist.group.WORLD.broadcast(torch.ones(1), root=9)
-        with pytest.raises(CollectiveMismatchError):
-            dist.all_reduce(torch.ones(1 + rank))
-        with pytest.raises(CollectiveMismatchError):
-            dist.all_reduce(torch.ones(1 + rank), async_op=True).wait()
-        dist.barrier()
-    names = [event.name.removeprefix(f"{BACKEND}:") for event in events_of(recorded)]
-    assert names == ["broadcast", "all_reduce", "all_reduce", "barrier"]
-
-
 def gradients(rank, size):
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     with session() as recorded:
@@ -144,35 +104,10 @@ def stopped_while_open(rank, size):
     gc.collect()
 
 
-def threads(rank, size):
-    """Sessions are of a thread; others' operations are not in them."""
-    groups = [dist.new_group() for _ in range(2)]
-    errors = []
-
-    def use(group):
-        try:
-            for _ in range(30):
-                dist.all_reduce(torch.ones(2), group=group)
-        except Exception as error:
-            errors.append(error)
-            raise
-
-    other = threading.Thread(target=use, args=(groups[1],))
-    other.start()
-    for _ in range(5):
-        with session() as recorded:
-            for _ in range(6):
-                dist.all_reduce(torch.ones(2), group=groups[0], async_op=True).wait()
-        assert len(events_of(recorded)) == 6
-    other.join()
-    assert not errors
-
-
 @pytest.mark.parametrize(
     "body",
     [
-        single_events, events_last_as_long_as_operations, failures, gradients, routes_through_operators,
-        stopped_while_open, threads,
+        single_events, gradients, routes_through_operators, stopped_while_open,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip

@@ -12,7 +12,9 @@ import pytest
 import torch.distributed as dist
 from sources import SAFE_PATH
 
+import collectives
 import collectives_registration
+from collectives.torch_bridge import register_backend
 
 NAME = collectives_registration.__name__
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -112,6 +114,25 @@ def test_vllm_takes_our_platform_where_it_is_told(monkeypatch, plugins, asked):
         check.load()()
 
 
+def test_default_backends_stay():
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+    assert collectives.torch_bridge.register() is None
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+
+
+def test_a_name_of_others_is_refused():
+    dist.Backend.register_backend("somebody_elses", lambda *_: None, devices=["cpu"])
+    try:
+        with pytest.raises(ValueError, match="somebody_elses"):
+            register_backend("somebody_elses", "host")
+    finally:
+        del dist.Backend._plugins["SOMEBODY_ELSES"]
+        del dist.Backend.SOMEBODY_ELSES
+        dist.Backend.backend_list.remove("somebody_elses")
+        del dist.Backend.backend_type_map["somebody_elses"]
+        del dist.Backend.backend_capability["somebody_elses"]
+
+
 PROGRAM = """
 import sys
 import torch
@@ -124,38 +145,34 @@ def total(group=None):
     return tensor.tolist()
 
 assert "collectives" not in sys.modules
-dist.init_process_group({backend!r})
-assert total() == [3.0] * 3
+dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)
+assert total() == [1.0] * 3
 assert type(dist.group.WORLD).__name__ == "TorchGroup", type(dist.group.WORLD)
 for name in {others!r}:
     group = dist.new_group(backend=name)
     assert type(group).__name__ == "TorchGroup" and dist.get_backend(group) == name
-    assert total(group) == [3.0] * 3
-mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-assert total(mesh.get_group("inner")) == [3.0] * 3
+    assert total(group) == [1.0] * 3
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+assert total(mesh.get_group("inner")) == [1.0] * 3
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
-assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+assert model.module.weight.grad.tolist() == [[1.0, 1.0]]
 dist.destroy_process_group()
 print("rank is done")
 """
 
 
-def launch(folder, env, backend, others):
-    script = folder / "program.py"
-    script.write_text(PROGRAM.format(backend=backend, others=others))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert (
-        run(folder, {**env, "PYTHONWARNINGS": "ignore"}, "-W", "ignore", *torchrun, script).count("done") == 2
-    )
+def carry_out(folder, env, backend, others):
+    program = PROGRAM.format(backend=backend, others=others)
+    assert run(folder, {**env, "PYTHONWARNINGS": "ignore"}, "-W", "ignore", "-c", program) == "rank is done\n"
 
 
 @pytest.mark.full
-def test_torchrun_without_an_import(tmp_path):
+def test_a_program_without_an_import(tmp_path):
     others = ["collectives_round_robin", "collectives_round_robin:2", "cpu:collectives"]
-    launch(tmp_path, AUTOLOAD, "cpu:collectives,cuda:nccl", others)
+    carry_out(tmp_path, AUTOLOAD, "cpu:collectives,cuda:nccl", others)
 
 
 @pytest.mark.skipif(not BY_NAME, reason="this torch does not load backends by name")
-def test_torchrun_with_backends_loaded_by_name(tmp_path):
-    launch(tmp_path, NO_AUTOLOAD, "collectives", ["cpu:collectives_round_robin"])
+def test_backends_loaded_by_name(tmp_path):
+    carry_out(tmp_path, NO_AUTOLOAD, "collectives", ["cpu:collectives_round_robin"])

@@ -23,27 +23,27 @@ def lanes(rank, size, number, kind):
     for turn, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         assert tensor.tolist() == [1.0 + 2 * turn] * 4
-    test_functions.object_collectives(rank, size)
-    test_functions.coalescing_manager(rank, size)
-    test_torch_ddp.plain(rank, size)
-    test_torch_ddp.unused_parameters(rank, size)
+    if kind == "gloo":
+        test_functions.coalescing_manager(rank, size)
+    else:
+        test_torch_ddp.unused_parameters(rank, size)
 
 
-def test_default():
-    run_torch(lanes, 2, 3, "host", backend=NAME)
+GLOO = {"COLLECTIVES_ROUND_ROBIN_BACKEND": "gloo"}
 
 
-def test_environment():
-    env = {"COLLECTIVES_ROUND_ROBIN_LANES": "2", "COLLECTIVES_ROUND_ROBIN_BACKEND": "gloo"}
-    run_torch(lanes, 2, 2, "gloo", backend=NAME, env=env)
-
-
-def test_options():
-    run_torch(lanes, 2, 4, "host", backend=NAME, init={"pg_options": RoundRobinOptions(4)})
-
-
-def test_name():
-    run_torch(lanes, 2, 4, "gloo", backend=f"{NAME}:4", env={"COLLECTIVES_ROUND_ROBIN_BACKEND": "gloo"})
+@pytest.mark.parametrize(
+    ("number", "kind", "options"),
+    [
+        (3, "host", {"backend": NAME}),
+        (2, "gloo", {"backend": NAME, "env": {"COLLECTIVES_ROUND_ROBIN_LANES": "2", **GLOO}}),
+        (4, "host", {"backend": NAME, "init": {"pg_options": RoundRobinOptions(4)}}),
+        (4, "gloo", {"backend": f"{NAME}:4", "env": GLOO}),
+    ],
+    ids=["default", "environment", "options", "name"],
+)
+def test_lanes(number, kind, options):
+    run_torch(lanes, 2, number, kind, **options)
 
 
 def sub_group(rank, size):

@@ -40,7 +40,7 @@ def both_layers(rank, size):
     assert not torch_dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+@pytest.mark.parametrize("backend", ["host", "round_robin"])
 def test_both_layers_use_one_world(backend) -> None:
     run_world(both_layers, 3, backend=backend)
 

@@ -161,16 +161,6 @@ def alive_in_cpp(rank, size):
         assert torch.equal(future.wait()[0], value(2))
 
 
-def nobody_waits(rank, size):
-    tensors = [value(rank) for _ in range(8)]
-    for tensor in tensors:
-        dist.all_reduce(tensor, async_op=True)
-    gc.collect()
-    dist.barrier()
-    for tensor in tensors:
-        assert torch.equal(tensor, value(1))
-
-
 def many_threads(rank, size):
     groups = [dist.new_group() for _ in range(3)]
     failures = []
@@ -203,7 +193,6 @@ def many_threads(rank, size):
         done_at_return,
         limits_in_records,
         alive_in_cpp,
-        nobody_waits,
         many_threads,
     ],
     ids=lambda body: body.__name__,

@@ -7,7 +7,6 @@ import signal
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import collectives
@@ -23,13 +22,6 @@ def multiply(rank: int, connection: Connection, factor: int) -> None:
     """Answers every number with itself times the factor, plus the rank."""
     for command in commands(connection):
         connection.send(command * factor + rank)
-
-
-def send_pid(rank: int, connection: Connection, path: str = "") -> None:
-    """Sends the process's id; also writes it to a file where a path is given."""
-    if path:
-        Path(f"{path}.{rank}").write_text(str(os.getpid()), encoding="utf-8")
-    connection.send(os.getpid())
 
 
 def fail(rank: int, connection: Connection, failing: int, how: str) -> None:
