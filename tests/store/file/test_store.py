@@ -12,7 +12,6 @@ import select
 import signal
 import stat
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -50,10 +49,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def member_server():
-    command = [sys.executable, "-c", SERVER]
+def member_server(preloaded_python):
+    command = [preloaded_python, "-c", SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server
+        server.kill()
 
 
 @pytest.fixture
