@@ -20,7 +20,7 @@ import torch
 from conformance.test_works import eventually, gate
 from harness import current_store
 from nccl_double.device import DoubleDevice, Graph
-from nccl_double.groups import SEEDS, host_refusing_to_wait, load, logged, run_over_double
+from nccl_double.groups import SEEDS, host_refusing_to_wait, load, logged, make_group, run_over_double
 from sources import IMPORTED_FROM
 from torch import nn
 
@@ -37,6 +37,7 @@ from collectives.backends.nccl.options import Options
 from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
 from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.store import PrefixStore
 
 CPU = torch.device("cpu")
 
@@ -268,22 +269,21 @@ def at_once_where_uses_are_counted(group: ProcessGroup) -> None:
         assert (module.module.head.bias.grad is None) is not with_head
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "body",
-    [
+def ends_of_passes(group: ProcessGroup) -> None:
+    for body in (
         no_wait,
-        missing_on_one,
         told_some_passes_later,
         broken_off_on_one,
         out_of_step,
         laid_out_again,
         at_once_where_uses_are_counted,
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_the_end_of_a_pass(nccl_library: Path, body: Any) -> None:
-    run_over_double(body, 2 if body is not missing_on_one else 3, nccl_library)
+    ):
+        body(group)
+
+
+@pytest.mark.parametrize(("body", "size"), [(ends_of_passes, 2), (missing_on_one, 3)])
+def test_the_end_of_a_pass(nccl_library: Path, body: Any, size: int) -> None:
+    run_over_double(body, size, nccl_library, timeout=100)
 
 
 def test_errors_at_the_end_of_the_pass(nccl_library: Path) -> None:
@@ -448,6 +448,7 @@ print("saved")
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize(
     ("dies", "told"),
     [(True, "rank 1 is lost"), (False, "because of rank 1, where the error was raised")],
@@ -477,25 +478,33 @@ def test_the_last_pass_before_the_process_ends(
     assert told not in said[1][1]
 
 
-@pytest.mark.sampled(2)
+FAILING_HOOKS = ("plain", "allreduce", "fp16", "low rank", "one bit")
+
+
+def failing(group: Any, path: Path, where: str, at_once: bool) -> dict[str, list[torch.Tensor]]:
+    """Trains with each hook over a group of its own; returns the parameters."""
+    rank, size, found = group.rank(), group.size(), {}
+    for name in FAILING_HOOKS:
+        if where == "after" and name not in failing_hooks.EXACT:
+            continue  # what the hook began writes to its bucket on a stream that only the device waits for
+        store = PrefixStore(name, group.get_group_store())
+        options = Options(blocking_wait=at_once)
+        own = make_group(path, "cupy", rank, size, store, group_name=name, pg_options=options)
+        if at_once:
+            found[name] = failing_hooks.failing(own, name, where, "middle", True, steps=4)
+        else:
+            found[name] = failing_hooks.failing_later(own, name, where, "middle")
+        own.shutdown()
+    return found
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("where", failing_hooks.WHERE)
-@pytest.mark.parametrize("name", ["plain", "allreduce", "fp16", "low rank", "one bit"])
-def test_a_hook_fails_on_one_rank(nccl_library: Path, name: str, where: str, at_once: bool) -> None:
-    if where == "after" and name not in failing_hooks.EXACT:
-        pytest.skip("what the hook began writes to its bucket on a stream that only the device waits for")
-    options = {"pg_options": Options(blocking_wait=at_once)}
-    body = failing_at_once if at_once else failing_later
-    ranks = run_over_double(body, 3, nccl_library, name, where, options=options, timeout=100)
-    failing_hooks.check(ranks, name)
-
-
-def failing_at_once(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
-    return failing_hooks.failing(group, name, where, "middle", True, steps=4)
-
-
-def failing_later(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
-    return failing_hooks.failing_later(group, name, where, "middle")
+def test_a_hook_fails_on_one_rank(nccl_library: Path, where: str, at_once: bool) -> None:
+    ranks = run_over_double(failing, 3, nccl_library, nccl_library, where, at_once, timeout=100)
+    for name in ranks[0]:
+        failing_hooks.check([found[name] for found in ranks], name)
 
 
 # ---- graphs --------------------------------------------------------------------------------------------
@@ -667,18 +676,16 @@ def refused_captures(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait(timedelta(seconds=20))
 
 
+def captured(group: ProcessGroup, path: Path) -> None:
+    captured_collectives(group, path)
+    for arguments in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        captured_training(group, arguments)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_captured_collectives(nccl_library: Path, size: int) -> None:
-    run_over_double(captured_collectives, size, nccl_library, nccl_library)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
-)
-def test_captured_training(nccl_library: Path, arguments: dict[str, Any]) -> None:
-    run_over_double(captured_training, 2, nccl_library, arguments)
+def test_captures(nccl_library: Path, size: int) -> None:
+    run_over_double(captured, size, nccl_library, nccl_library, timeout=100)
 
 
 def in_any_order(group: ProcessGroup, path: Path) -> None:
@@ -726,16 +733,16 @@ def launches_of_a_pass(
     return count, len(model.reducer.gradients.buckets), same
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "options",
-    [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}],
-    ids=["one bucket", "several", "views"],
-)
-def test_a_bucket_is_one_launch(nccl_library: Path, options: dict[str, Any]) -> None:
-    for count, buckets, same in run_over_double(launches_of_a_pass, 2, nccl_library, nccl_library, options):
-        assert count == buckets
-        assert all(same)
+def launches(group: ProcessGroup, path: Path) -> list[tuple[int, int, list[bool]]]:
+    kinds = [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}]
+    return [launches_of_a_pass(group, path, options) for options in kinds]
+
+
+def test_a_bucket_is_one_launch(nccl_library: Path) -> None:
+    for found in run_over_double(launches, 2, nccl_library, nccl_library):
+        for count, buckets, same in found:
+            assert count == buckets
+            assert all(same)
 
 
 AFTERWARDS = "cannot be part of a CUDA graph; run the operation once before the capture"
