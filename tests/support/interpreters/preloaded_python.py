@@ -27,6 +27,7 @@ import pytest
 import python_client
 import python_server
 from folders import Folder
+from sources import PYTHONPATH
 
 _OF_RANKS = [
     "torch",
@@ -122,6 +123,17 @@ def executable() -> str:
     """Returns the stand-in where a server runs, else this interpreter."""
     address = os.environ.get(python_client.ADDRESS)
     return sys.executable if address is None else str(Path(address).with_name(_NAME))
+
+
+def helper(file: str, *words: str) -> subprocess.Popen[str]:
+    """Starts a script that finds the modules of the tests, and is told and answers what it is by pipes."""
+    return subprocess.Popen(
+        [executable(), file, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environment(), "PYTHONPATH": PYTHONPATH},
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")

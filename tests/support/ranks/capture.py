@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 
-from sources import PYTHONPATH
+from preloaded_python import helper
 
 from collectives.bench.core.namespaces import INTERFACE, Machines, enter
 
@@ -34,14 +32,7 @@ class Capture:
     """
 
     def __init__(self, machines: Machines, machine: int) -> None:
-        words = [sys.executable, __file__, machines.namespace(machine)]
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            text=True,
-        )
+        self._process = helper(__file__, machines.namespace(machine))
         self._patterns: Sequence[bytes] = ()
 
     def __enter__(self) -> Capture:  # noqa: PYI034 - typing.Self is newer than Python 3.10

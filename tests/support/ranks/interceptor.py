@@ -23,7 +23,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from sources import PYTHONPATH
+from preloaded_python import helper
 
 from collectives.bench.core.namespaces import INTERFACE, Machines, enter
 
@@ -76,17 +76,11 @@ class Interceptor:
 
         (link,) = json.loads(run(front, "ip", "-j", "link", "show", INTERFACE))
         run(front, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore")
-        run(front, "ip", "address", "add", f"{address}/32", "dev", "lo")
+        run(front, "ip", "address", "replace", f"{address}/32", "dev", "lo")
         neighbour = ["ip", "neigh", "replace", address, "lladdr", link["address"], "dev", INTERFACE]
         run(dialler, *neighbour, "nud", "permanent")
         words = [machines.namespace(front), machines.namespace(back), address, json.dumps(asdict(tamper))]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            text=True,
-        )
+        self._process = helper(__file__, *words)
 
     def __enter__(self) -> Interceptor:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         assert self._process.stdout is not None
