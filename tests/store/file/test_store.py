@@ -77,7 +77,9 @@ def end(pid, number):
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         signal.pidfd_send_signal(pidfd, number)
-        select.select([pidfd], [], [])
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll()
         os.close(pidfd)
 
 

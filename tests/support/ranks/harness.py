@@ -61,6 +61,8 @@ SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 _MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
 _WORK_FOLDER = str(Path.cwd())
 SECRET = "COLLECTIVES_SECRET"
+_MOST_IDLE = 8
+"""How many ranks stay for the next test; few have more."""
 
 
 class _Rank(RankProcess):
@@ -156,12 +158,19 @@ class _Harness:
 
     def give_back(self, ranks: list[_Rank]) -> None:
         self._idle = ranks + self._idle
+        self._end_idle_beyond(_MOST_IDLE)
+
+    def _end_idle_beyond(self, count: int) -> None:
+        """Ends idle ranks, each of which holds memory, descriptors here and connections to the store."""
+        ending = self._idle[count:]
+        del self._idle[count:]
+        for rank in ending:
+            rank.connection.close()
+        for rank in ending:
+            rank.close(kill=False)
 
     def close(self) -> None:
-        for rank in self._idle:
-            rank.connection.close()
-        for rank in self._idle:
-            rank.close(kill=False)
+        self._end_idle_beyond(0)
         self._store.close()
         self._close_store_elsewhere()
         self._folder.close()
