@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from conformance.test_renewal import broken_and_renewed
+from conformance.test_works import gate
 from forked import beside_a_child
 from harness import Died, current_store
 from mpi_team import Teams
@@ -59,12 +60,6 @@ TAKEN_WHOLE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_btl_s
 """Has Open MPI send a message only when it is received."""
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
-
-
-def gate(name: str, group: ProcessGroup) -> None:
-    store = current_store()
-    store.set(f"{name}{group.rank()}", "here")
-    store.wait([f"{name}{rank}" for rank in range(group.size())])
 
 
 def until_it_fails(group: ProcessGroup) -> None:
