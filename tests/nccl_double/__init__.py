@@ -13,8 +13,8 @@ of native/nccl.cpp.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -60,13 +60,14 @@ def build(folder: Path) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), *sources]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
-    with contextlib.suppress(FileExistsError):  # where another process was first: ranks have its file open
-        path.hardlink_to(new)
-    new.unlink()
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that share the tests compile it once
+        if not path.exists():
+            new = path.with_suffix(".new")
+            command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), *sources]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+            new.rename(path)
     return path
 
 

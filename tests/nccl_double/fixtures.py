@@ -17,7 +17,8 @@ def nccl_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
         pytest.skip("torch is built for CUDA and has loaded NCCL, beside which no double can stand")
     if pytestconfig.pluginmanager.has_plugin("cacheprovider"):
         return build(pytestconfig.cache.mkdir("nccl_double"))
-    return build(tmp_path_factory.mktemp("nccl_double"))
+    base = tmp_path_factory.getbasetemp()
+    return build(base.parent if hasattr(pytestconfig, "workerinput") else base)
 
 
 @pytest.fixture

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -157,9 +158,24 @@ def on(
     return run_ranks(function, size, provider, path, *args, isolated=True, **options)
 
 
-def shared_id(library: NcclLibrary, rank: int, key: str = "id") -> bytes:
-    """Returns a unique id that rank 0 makes."""
-    store = current_store()
+def in_turn(rank: int, size: int, provider: str, path: Path, bodies: Sequence[Callable[..., None]]) -> None:
+    """Runs functions one after the other, which costs one start of ranks in place of several."""
+    for body in bodies:
+        body(rank, size, provider, path)
+
+
+def tell_version(path: Path, version: int) -> None:
+    """Lets the double tell a version, and providers load it anew."""
+    NcclDouble(path).set_version(version)
+    providers._loaded.clear()
+
+
+_ids = itertools.count()
+
+
+def shared_id(library: NcclLibrary, rank: int) -> bytes:
+    """Returns a unique id that rank 0 makes; all ranks ask equally often."""
+    store, key = current_store(), f"id {next(_ids)}"
     if rank == 0:
         store.set(key, library.unique_id())
     return bytes(store.get(key))
@@ -179,8 +195,3 @@ def connected(
     assert communicator.handle == 0
     assert double.misuses() == 0
     assert double.communicators() == 0
-
-
-def name_of(value: object) -> str | None:
-    """Returns the name of a body of a test, for its id."""
-    return getattr(value, "__name__", None)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
-import sys
-import textwrap
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from harness import current_store, run_ranks
 from strangers import visit
+from threads import on_ranks
 
-OVERFLOW = "65534"
+import collectives
+from collectives import DistNetworkError, _native
+from collectives.registry.backends import GroupOptions, create_group
+from collectives.store import HashStore, TCPStore
+
+OVERFLOW = 65534
 ANOTHER_USER = 12345
-SECRET = "a secret that all processes of this job share"
-ENTER = ["unshare", "--user"]
+SECRET = {"COLLECTIVES_SECRET": "a secret that all processes of this job share"}
+NO_SECRET = {"COLLECTIVES_SECRET": None, "COLLECTIVES_SECRET_FILE": None, "COLLECTIVES_INSECURE": None}
+UNKNOWN_USER = f"this process runs as user {OVERFLOW}, as do all users"
+_CLONE_NEWUSER = 0x10000000
 
 
 def _namespaces_may_be_made() -> bool:
     try:
-        return subprocess.run([*ENTER, "true"], capture_output=True, check=False).returncode == 0
+        return subprocess.run(["unshare", "--user", "true"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False
 
@@ -26,100 +38,82 @@ def _namespaces_may_be_made() -> bool:
 pytestmark = pytest.mark.skipif(not _namespaces_may_be_made(), reason="no user namespaces here")
 
 
-def within(*options: str, secret: str | None = None) -> tuple[list[str], dict[str, str]]:
-    """Returns the beginning of a command that runs a script in a user namespace, and its environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLECTIVES")}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({} if secret is None else {"COLLECTIVES_SECRET": secret})
-    return [*ENTER, *options, sys.executable, "-c"], environment
+def enter(number: int | None = None) -> None:
+    """Moves this process to a user namespace of its own, which knows its user under a number, if any."""
+    user = os.geteuid()
+    library = ctypes.CDLL(None, use_errno=True)
+    assert library.unshare(_CLONE_NEWUSER) == 0, os.strerror(ctypes.get_errno())
+    if number is not None:
+        Path("/proc/self/uid_map").write_text(f"{number} {user} 1\n")
 
 
-def run_within(script: str, *options: str, secret: str | None = None) -> str:
-    """Returns what a script prints in a user namespace."""
-    command, environment = within(*options, secret=secret)
-    done = subprocess.run(
-        [*command, textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def known(rank: int, size: int, numbers: list[int | None]) -> tuple[int, bool]:
+    enter(numbers[rank])
+    return os.geteuid(), _native.is_own_user(os.geteuid())
 
 
 @pytest.mark.full
 def test_the_number_of_all_unknown_users_stands_for_none() -> None:
-    script = (
-        "import os; from collectives import _native; print(os.geteuid(), _native.is_own_user(os.geteuid()))"
-    )
-    assert run_within(script) == f"{OVERFLOW} False\n"
     # A namespace that knows one user under this number knows all others under it, too.
-    assert run_within(script, f"--map-user={OVERFLOW}") == f"{OVERFLOW} False\n"
-    assert run_within(script, "--map-user=7") == "7 True\n"
+    found = run_ranks(known, 3, [None, OVERFLOW, 7], isolated=True)
+    assert found == [(OVERFLOW, False), (OVERFLOW, False), (7, True)]
 
 
-STORE = """
-    import collectives, sys
-    from collectives.store import TCPStore
-    try:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        store.set("key", "value")
-        print(store.port, flush=True)
-        sys.stdin.read()
-    except collectives.DistNetworkError as error:
-        print(error, flush=True)
-"""
+def serve_all_users(rank: int, size: int) -> str:
+    enter()
+    with pytest.raises(DistNetworkError) as caught:
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return str(caught.value)
 
 
 def test_without_a_secret_no_store_is_served_that_all_users_could_reach() -> None:
-    said = run_within(STORE)
-    assert said.startswith(f"this process runs as user {OVERFLOW}, as do all users whom its user namespace")
+    (said,) = run_ranks(serve_all_users, 1, isolated=True, env=NO_SECRET)
+    assert said.startswith(f"{UNKNOWN_USER} whom its user namespace")
     assert "export COLLECTIVES_SECRET_FILE=~/.collectives_secret" in said
+
+
+def serve_or_visit(rank: int, size: int) -> list[bytes]:
+    """Rank 0 serves a store within a namespace, where another user outside visits it."""
+    shared = current_store()
+    if rank == 1:
+        answers = visit(int(shared.get("port")), b"GET", user=ANOTHER_USER)
+        shared.set("visited", "")
+        return answers
+    enter()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared.set("port", str(store.port))
+    shared.wait(["visited"])
+    store.close()
+    return []
 
 
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 def test_with_a_secret_a_store_takes_no_stranger_for_its_own_user() -> None:
-    command, environment = within(secret=SECRET)
-    with subprocess.Popen(
-        [*command, textwrap.dedent(STORE)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        assert visit(port, b"GET", user=ANOTHER_USER) == [b"auth"]
-        server.stdin.close()
+    assert run_ranks(serve_or_visit, 2, isolated=True, env=SECRET) == [[], [b"auth"]]
 
 
-WORLD = """
-    import threading, collectives, torch
-    from collectives.registry.backends import GroupOptions, create_group
-    from datetime import timedelta
-    store, said = collectives.HashStore(), [""] * 2
-    def rank(number):
+def make_a_pair(rank: int, size: int) -> list[str]:
+    enter()
+    store = HashStore()
+
+    def reduce(number: int) -> str:
+        options = GroupOptions(store, number, 2, timedelta(seconds=20), group_name="pair")
         try:
-            options = GroupOptions(store, number, 2, timedelta(seconds=20), group_name="pair")
-            group = create_group("host", options)
-            total = torch.ones(1)
-            group.allreduce([total]).wait()
-            said[number] = str(total.item())
-            group.shutdown()
+            group: Any = create_group("host", options)
         except collectives.DistError as error:
-            said[number] = str(error)
-    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for each in ranks: each.start()
-    for each in ranks: each.join()
-    print("\\n".join(said))
-"""
+            return str(error)
+        total = torch.ones(1)
+        group.allreduce([total]).wait()
+        group.shutdown()
+        return str(total.item())
+
+    return on_ranks(2, reduce)
 
 
 @pytest.mark.full
 def test_ranks_share_memory_if_they_have_a_secret() -> None:
-    assert run_within(WORLD, secret=SECRET) == "2.0\n2.0\n"
-    for said in run_within(WORLD).splitlines():
-        assert f"this process runs as user {OVERFLOW}, as do all users" in said
+    assert run_ranks(make_a_pair, 1, isolated=True, env=SECRET) == [["2.0", "2.0"]]
+    (told,) = run_ranks(make_a_pair, 1, isolated=True, env=NO_SECRET)
+    for said in told:
+        assert UNKNOWN_USER in said

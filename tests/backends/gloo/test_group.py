@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conformance.test_works import gate
 from harness import current_store, run_ranks
 
 from collectives import (
@@ -153,28 +154,22 @@ def test_operations_go_over_the_interfaces_in_turn(names: str, each: list[int]) 
     assert run_ranks(in_turn, 2, backend="gloo", env=env, isolated=True) == [each] * 2
 
 
-def wait_for_all(group: ProcessGroup, point: str) -> None:
-    """Waits for all ranks through the store, because the group itself would connect them."""
-    current_store().set(f"{point}{group.rank()}", "")
-    current_store().wait([f"{point}{rank}" for rank in range(group.size())])
-
-
 def on_demand(group: ProcessGroup) -> list[int]:
     counts = [len(connections())]
-    wait_for_all(group, "counted")
+    gate("counted", group)
     if group.rank() < 2:
         x = torch.full((3,), float(group.rank()))
         group.send(x, 1).wait() if group.rank() == 0 else group.recv(x, 0).wait()
         assert x.tolist() == [0.0] * 3
     counts.append(len(connections()))
-    wait_for_all(group, "counted again")
+    gate("counted again", group)
     for _ in range(group.size()):
         group.barrier().wait()
     everything = [torch.empty(2) for _ in range(group.size())]
     group.alltoall(everything, [torch.full((2,), float(group.rank()))] * group.size()).wait()
     assert [part[0].item() for part in everything] == list(range(group.size()))
     counts.append(len(connections()))
-    wait_for_all(group, "counted last")
+    gate("counted last", group)
     return counts
 
 

@@ -55,10 +55,11 @@ def test_a_group_takes_memory_for_large_tensors_when_there_is_one():
         assert large == 2 * 5
 
 
-rounds = pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=pytest.mark.full)])
+ROUNDS = 40
+placements = pytest.mark.parametrize("placement", ["aa", "ab"])
 
 
-def _rounds(rank, size, rounds):
+def _rounds(rank, size):
     store = current_store()
     numbers = itertools.count()
 
@@ -76,7 +77,7 @@ def _rounds(rank, size, rounds):
 
     once()
     before = census()
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         once()
     _nothing_is_left(before)
     assert before["segments"] == before["children"] == 0
@@ -93,16 +94,15 @@ def _rounds(rank, size, rounds):
     _nothing_is_left(before)
 
 
-@rounds
-@pytest.mark.parametrize("placement", ["aa", "ab"])
-def test_nothing_is_left_of_groups_made_and_ended(placement, rounds):
-    run_ranks(_rounds, 2, rounds, placement=placement, isolated=True)
+@placements
+def test_nothing_is_left_of_groups_made_and_ended(placement):
+    run_ranks(_rounds, 2, placement=placement, isolated=True)
 
 
-def _worlds(rank, size, rounds):
+def _worlds(rank, size):
     store = current_store()
     before = None
-    for n in range(rounds):
+    for n in range(2 * ROUNDS):
         dist.init_process_group("host", store=PrefixStore(f"world{n}", store), rank=rank, world_size=size)
         subgroup = dist.new_group([0, 1])
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
@@ -114,10 +114,9 @@ def _worlds(rank, size, rounds):
 
 
 @pytest.mark.full
-@rounds
-@pytest.mark.parametrize("placement", ["aa", "ab"])
-def test_nothing_is_left_of_worlds_made_and_destroyed(placement, rounds):
-    run_ranks(_worlds, 2, rounds, placement=placement, isolated=True)
+@placements
+def test_nothing_is_left_of_worlds_made_and_destroyed(placement):
+    run_ranks(_worlds, 2, placement=placement, isolated=True)
 
 
 def _resident():

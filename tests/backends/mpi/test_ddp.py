@@ -16,6 +16,7 @@ def test_every_hook_trains_with_sparse_gradients_and_uneven_inputs(mpi: Teams) -
 @pytest.mark.full
 @pytest.mark.parametrize("where", failing_hooks.WHERE)
 def test_all_ranks_learn_which_hook_failed_and_train_on(mpi: Teams, where: str) -> None:
-    for name in ("plain", "blocking", "by messages", "allreduce", "fp16", "low rank", "one bit"):
+    """Hooks of each way over MPI: a collective, one that is waited for, messages, several collectives."""
+    for name in ("plain", "blocking", "by messages", "low rank"):
         ranks = mpi.run(failing_hooks.failing, 3, name, where, "middle", True, timeout=100)
         failing_hooks.check(ranks, name)

@@ -383,6 +383,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_process_may_end_while_a_daemon_thread_is_in_a_kernel():
     command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_COPIES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -222,10 +222,8 @@ def refuses_tensors_of_the_cpu(group: Any, path: Path) -> None:
     real.abort()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", [2, 3])
-def test_groups_by_device(nccl_library: Path, size: int) -> None:
-    run_over_double(mixed, size, nccl_library, nccl_library)
+def test_groups_by_device(nccl_library: Path) -> None:
+    run_over_double(mixed, 2, nccl_library, nccl_library)
 
 
 def compositions(group: Any, path: Path) -> None:

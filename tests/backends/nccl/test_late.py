@@ -93,8 +93,7 @@ def given() -> torch.Tensor:
     return torch.arange(9.0).view(3, 3) / 4
 
 
-def returns_early(rank: int, size: int, path: Path) -> None:
-    load(path)
+def returns_early() -> None:
     expected = [lists(call(given())) for call in LATE]
     with device().activate():
         for call, values in zip(LATE, expected, strict=True):
@@ -106,13 +105,8 @@ def returns_early(rank: int, size: int, path: Path) -> None:
                 assert lists(results) == values
 
 
-def test_operations_return_before_they_are_carried_out(nccl_library: Path) -> None:
-    run_ranks(returns_early, 1, nccl_library, isolated=True)
-
-
-def needs_values(rank: int, size: int, path: Path) -> None:
+def needs_values() -> None:
     """Shapes of results that depend on values, and random numbers, which are those of the order of calls."""
-    load(path)
     with device().activate(), tensors_on_device():
         x = given()
         later = pool_stream()
@@ -129,13 +123,8 @@ def needs_values(rank: int, size: int, path: Path) -> None:
             assert lists(drawn) == lists(again)
 
 
-def test_what_needs_values_waits(nccl_library: Path) -> None:
-    run_ranks(needs_values, 1, nccl_library, isolated=True)
-
-
-def read_in_a_hook(rank: int, size: int, path: Path) -> None:
+def read_in_a_hook() -> None:
     """What a hook of a backward pass reads on the host, the host waits for."""
-    load(path)
     with device().activate(), tensors_on_device():
         weight, order = torch.ones(3).requires_grad_(), []
 
@@ -152,12 +141,7 @@ def read_in_a_hook(rank: int, size: int, path: Path) -> None:
         assert order == ["stream", "host", "host"]
 
 
-def test_reads_in_a_backward_pass(nccl_library: Path) -> None:
-    run_ranks(read_in_a_hook, 1, nccl_library, isolated=True)
-
-
-def refused_at_once(rank: int, size: int, path: Path) -> None:
-    load(path)
+def refused_at_once() -> None:
     with device().activate(), tensors_on_device():
         for wrong in (
             lambda: torch.ones(2) + torch.ones(3),
@@ -168,8 +152,7 @@ def refused_at_once(rank: int, size: int, path: Path) -> None:
                 wrong()
 
 
-def fails_later(rank: int, size: int, path: Path) -> None:
-    load(path)
+def fails_later() -> None:
     with (
         device().activate(),
         pytest.raises(
@@ -180,9 +163,14 @@ def fails_later(rank: int, size: int, path: Path) -> None:
         torch.gather(torch.ones(3), 0, torch.full((1,), 5)).tolist()
 
 
-@pytest.mark.parametrize("body", [refused_at_once, fails_later], ids=lambda body: body.__name__)
-def test_errors_of_late_operations(nccl_library: Path, body: Callable[..., None]) -> None:
-    run_ranks(body, 1, nccl_library, isolated=True)
+def on_one_rank(rank: int, size: int, path: Path) -> None:
+    load(path)
+    for body in (returns_early, needs_values, read_in_a_hook, refused_at_once, fails_later):
+        body()
+
+
+def test_operations_on_late_streams(nccl_library: Path) -> None:
+    run_ranks(on_one_rank, 1, nccl_library, isolated=True)
 
 
 def produced_late(group: ProcessGroup) -> None:

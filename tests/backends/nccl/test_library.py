@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from nccl_double import LastCall, NcclDouble
-from nccl_double.groups import PROVIDERS, connected, name_of, on
+from nccl_double.groups import PROVIDERS, connected, in_turn, on, tell_version
 
 from collectives.backends.nccl import providers
 from collectives.backends.nccl.libnccl import (
@@ -276,11 +276,19 @@ SETTINGS: dict[str, tuple[int, object, str, object]] = {
 """The version that first takes each setting, or this value of it, and what it becomes in NCCL."""
 
 
-def settings(rank: int, size: int, provider: str, path: Path, version: int) -> None:
+VERSIONS = (22005, 22707, 22809, 22907, 23004, 23007, 23203)
+
+
+def settings(rank: int, size: int, provider: str, path: Path) -> None:
+    for version in VERSIONS:
+        tell_version(path, version)
+        settings_of(version, rank, size, provider, path)
+
+
+def settings_of(version: int, rank: int, size: int, provider: str, path: Path) -> None:
     known = {name: row for name, row in SETTINGS.items() if row[0] <= version}
     everything = NcclConfig(blocking=True, **{name: given for name, (_, given, _, _) in known.items()})
     passed = {"blocking": 1, **{field: value for _, _, field, value in known.values()}}
-    NcclDouble(path).set_version(version)
     with connected(rank, size, provider, path, everything) as (double, library, communicator):
         assert library.version() == version
         assert double.config(communicator.handle) == passed
@@ -304,19 +312,12 @@ def settings(rank: int, size: int, provider: str, path: Path, version: int) -> N
             each.destroy()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("version", [22005, 22707, 22809, 22907, 23004, 23007, 23203], ids=version_text)
-def test_settings(provider: str, version: int, nccl_library: Path) -> None:
-    on(provider, nccl_library, settings, 2, version)
-
-
 def values_of_settings(rank: int, size: int, provider: str, path: Path) -> None:
-    NcclDouble(path).set_version(22707)
+    tell_version(path, 22707)
     with connected(rank, size, provider, path, NcclConfig(cta_policy=1)) as (double, _, communicator):
         assert double.config(communicator.handle)["CTAPolicy"] == 1
         with pytest.raises(ValueError, match=r"cta_policy=2 needs NCCL 2\.28\.0, but .* is NCCL 2\.27\.7"):
             communicator.split(0, 0, NcclConfig(cta_policy=2))
-        double.set_version(23007)
 
 
 def orders_in_graphs(rank: int, size: int, provider: str, path: Path) -> None:
@@ -358,26 +359,15 @@ def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
         library.init(library.unique_id(), size, rank)
 
 
-BOTH = [(groups, 3), (arguments, 2), (statuses, 1)]
-"""What each provider's loading of NCCL could make different."""
-
-
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize(("body", "size"), BOTH, ids=name_of)
-def test_by_either_provider(provider: str, nccl_library: Path, body: object, size: int) -> None:
-    on(provider, nccl_library, body, size)
+def test_by_either_provider(provider: str, nccl_library: Path) -> None:
+    """What each provider's loading of NCCL could make different."""
+    on(provider, nccl_library, in_turn, 3, [groups, arguments, statuses])
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (splits, 4),
-        (factors, 2),
-        (values_of_settings, 1),
-        (orders_in_graphs, 1),
-        (named, 2),
-    ],
-    ids=name_of,
-)
-def test_calls(provider: str, nccl_library: Path, body: object, size: int) -> None:
-    on(provider, nccl_library, body, size)
+def test_calls(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, in_turn, 4, [splits, factors, named, orders_in_graphs])
+
+
+def test_settings(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, in_turn, 2, [settings, values_of_settings])

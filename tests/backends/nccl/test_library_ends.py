@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import Died, current_store
 from nccl_double import NcclDouble
-from nccl_double.groups import connected, name_of, on, shared_id
+from nccl_double.groups import connected, in_turn, on, shared_id
 
 from collectives.backends.nccl import providers
 from collectives.backends.nccl.libnccl import (
@@ -101,6 +101,7 @@ def leaves_in_time(rank: int, size: int, provider: str, path: Path) -> None:
         communicator.abort()
         thread.join()
         assert not errors
+        double.dry_run(False)
 
 
 def ends(rank: int, size: int, provider: str, path: Path) -> None:
@@ -162,9 +163,8 @@ def together(rank: int, size: int, provider: str, path: Path) -> None:
         parts[3].abort() if rank == 1 else parts[3].destroy()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_orderly_ends_wait_for_all_ranks(provider: str, nccl_library: Path, size: int) -> None:
-    on(provider, nccl_library, together, size)
+def test_orderly_ends_wait_for_all_ranks(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, together, 3)
 
 
 def in_other_orders(rank: int, size: int, provider: str, path: Path) -> None:
@@ -294,17 +294,6 @@ def forgotten(rank: int, size: int, provider: str, path: Path) -> None:
         ctypes.CDLL(str(path)).ncclCommAbort(ctypes.c_void_p(handle))
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (ends, 2),
-        (aborts, 2),
-        (leaves_in_time, 1),
-        (in_other_orders, 2),
-        (asynchronous_errors, 2),
-        (forgotten, 2),
-    ],
-    ids=name_of,
-)
-def test_ends(provider: str, nccl_library: Path, body: object, size: int) -> None:
-    on(provider, nccl_library, body, size)
+def test_ends(provider: str, nccl_library: Path) -> None:
+    bodies = [ends, aborts, leaves_in_time, in_other_orders, asynchronous_errors, forgotten]
+    on(provider, nccl_library, in_turn, 2, bodies)

@@ -452,6 +452,22 @@ def test_connections_made_by_two_threads(nccl_library: Path) -> None:
     run_over_double(connected_by_two_threads, 2, nccl_library, nccl_library)
 
 
+def blocking_waits(group: Any, path: Path) -> None:
+    cases = [("1", None, True), ("true", None, True), ("0", None, False)]
+    cases += [(None, None, False), ("1", False, False), (None, True, True)]
+    for number, (variable, chosen, blocks) in enumerate(cases):
+        store = PrefixStore(str(number), group.get_group_store())
+        with pytest.MonkeyPatch.context() as patch:
+            if variable is None:
+                patch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+            else:
+                patch.setenv("TORCH_NCCL_BLOCKING_WAIT", variable)
+            options = ProcessGroupNCCL.Options(blocking_wait=chosen)
+            own = make_group(path, "cupy", group.rank(), group.size(), store, pg_options=options)
+        every_wait_blocks(own, blocks)
+        own.shutdown()
+
+
 def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
     device = DoubleDevice.shared(CPU)
     own = pool_stream()
@@ -467,13 +483,5 @@ def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
     assert doubled.wait().tolist() == [2.0 * group.size()] * 2
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("variable", "chosen", "blocks"),
-    [("1", None, True), ("true", None, True), ("0", None, False), (None, None, False), ("1", False, False),
-     (None, True, True)],
-)  # fmt: skip
-def test_blocking_wait(nccl_library: Path, variable: str | None, chosen: bool | None, blocks: bool) -> None:
-    options = {"pg_options": ProcessGroupNCCL.Options(blocking_wait=chosen)}
-    env = {"TORCH_NCCL_BLOCKING_WAIT": variable}
-    run_over_double(every_wait_blocks, 2, nccl_library, blocks, options=options, env=env)
+def test_blocking_wait(nccl_library: Path) -> None:
+    run_over_double(blocking_waits, 2, nccl_library, nccl_library)

@@ -268,22 +268,21 @@ def at_once_where_uses_are_counted(group: ProcessGroup) -> None:
         assert (module.module.head.bias.grad is None) is not with_head
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "body",
-    [
+def ends_of_passes(group: ProcessGroup) -> None:
+    for body in (
         no_wait,
-        missing_on_one,
         told_some_passes_later,
         broken_off_on_one,
         out_of_step,
         laid_out_again,
         at_once_where_uses_are_counted,
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_the_end_of_a_pass(nccl_library: Path, body: Any) -> None:
-    run_over_double(body, 2 if body is not missing_on_one else 3, nccl_library)
+    ):
+        body(group)
+
+
+@pytest.mark.parametrize(("body", "size"), [(ends_of_passes, 2), (missing_on_one, 3)])
+def test_the_end_of_a_pass(nccl_library: Path, body: Any, size: int) -> None:
+    run_over_double(body, size, nccl_library, timeout=100)
 
 
 def test_errors_at_the_end_of_the_pass(nccl_library: Path) -> None:
@@ -448,6 +447,7 @@ print("saved")
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize(
     ("dies", "told"),
     [(True, "rank 1 is lost"), (False, "because of rank 1, where the error was raised")],
@@ -478,24 +478,23 @@ def test_the_last_pass_before_the_process_ends(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("where", failing_hooks.WHERE)
 @pytest.mark.parametrize("name", ["plain", "allreduce", "fp16", "low rank", "one bit"])
-def test_a_hook_fails_on_one_rank(nccl_library: Path, name: str, where: str, at_once: bool) -> None:
+def test_a_hook_fails_on_one_rank(nccl_library: Path, name: str, where: str) -> None:
     if where == "after" and name not in failing_hooks.EXACT:
         pytest.skip("what the hook began writes to its bucket on a stream that only the device waits for")
-    options = {"pg_options": Options(blocking_wait=at_once)}
-    body = failing_at_once if at_once else failing_later
-    ranks = run_over_double(body, 3, nccl_library, name, where, options=options, timeout=100)
+    ranks = run_over_double(failing_hooks.failing_later, 3, nccl_library, name, where, "middle", timeout=100)
     failing_hooks.check(ranks, name)
 
 
-def failing_at_once(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
-    return failing_hooks.failing(group, name, where, "middle", True, steps=4)
-
-
-def failing_later(group: ProcessGroup, name: str, where: str) -> list[torch.Tensor]:
-    return failing_hooks.failing_later(group, name, where, "middle")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("where", failing_hooks.WHERE)
+def test_a_hook_fails_on_one_rank_where_waits_block(nccl_library: Path, where: str) -> None:
+    """It is then as over other backends, on which every hook fails."""
+    options = {"pg_options": Options(blocking_wait=True)}
+    arguments = ("plain", where, "middle", True)
+    ranks = run_over_double(failing_hooks.failing, 3, nccl_library, *arguments, options=options, timeout=100)
+    failing_hooks.check(ranks, "plain")
 
 
 # ---- graphs --------------------------------------------------------------------------------------------
@@ -667,18 +666,16 @@ def refused_captures(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait(timedelta(seconds=20))
 
 
+def captured(group: ProcessGroup, path: Path) -> None:
+    captured_collectives(group, path)
+    for arguments in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        captured_training(group, arguments)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_captured_collectives(nccl_library: Path, size: int) -> None:
-    run_over_double(captured_collectives, size, nccl_library, nccl_library)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
-)
-def test_captured_training(nccl_library: Path, arguments: dict[str, Any]) -> None:
-    run_over_double(captured_training, 2, nccl_library, arguments)
+def test_captures(nccl_library: Path, size: int) -> None:
+    run_over_double(captured, size, nccl_library, nccl_library, timeout=100)
 
 
 def in_any_order(group: ProcessGroup, path: Path) -> None:
@@ -726,16 +723,16 @@ def launches_of_a_pass(
     return count, len(model.reducer.gradients.buckets), same
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "options",
-    [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}],
-    ids=["one bucket", "several", "views"],
-)
-def test_a_bucket_is_one_launch(nccl_library: Path, options: dict[str, Any]) -> None:
-    for count, buckets, same in run_over_double(launches_of_a_pass, 2, nccl_library, nccl_library, options):
-        assert count == buckets
-        assert all(same)
+def launches(group: ProcessGroup, path: Path) -> list[tuple[int, int, list[bool]]]:
+    kinds = [{"bucket_cap_mb": 25}, {"bucket_cap_mb": 0.5}, {"gradient_as_bucket_view": True}]
+    return [launches_of_a_pass(group, path, options) for options in kinds]
+
+
+def test_a_bucket_is_one_launch(nccl_library: Path) -> None:
+    for found in run_over_double(launches, 2, nccl_library, nccl_library):
+        for count, buckets, same in found:
+            assert count == buckets
+            assert all(same)
 
 
 AFTERWARDS = "cannot be part of a CUDA graph; run the operation once before the capture"

@@ -12,7 +12,6 @@ import select
 import signal
 import stat
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -50,10 +49,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def member_server():
-    command = [sys.executable, "-c", SERVER]
+def member_server(preloaded_python):
+    command = [preloaded_python, "-c", SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server
+        server.kill()
 
 
 @pytest.fixture
@@ -77,7 +77,9 @@ def end(pid, number):
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         signal.pidfd_send_signal(pidfd, number)
-        select.select([pidfd], [], [])
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll()
         os.close(pidfd)
 
 

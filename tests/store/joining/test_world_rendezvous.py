@@ -89,6 +89,14 @@ def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
     one_world(world_of(store, 2))
 
 
+@pytest.fixture
+def waits_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has rank 0 soon give up waiting for ranks that do not come, and for those that it has refused."""
+    for name in ("_OTHERS_LIMIT", "_READ_LIMIT"):
+        monkeypatch.setattr(world_rendezvous, name, timedelta(seconds=0.5))
+
+
+@pytest.mark.usefixtures("waits_briefly")
 def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
     store = dist.HashStore()
     for rank, error in enumerate(world_of(store, 3, rank2=4)):
@@ -109,6 +117,7 @@ class SlowStore(dist.HashStore):
         return found
 
 
+@pytest.mark.usefixtures("waits_briefly")
 def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
     store = SlowStore()
 
@@ -269,6 +278,7 @@ def test_what_no_rank_publishes_is_refused(value: str) -> None:
         join_world(store, 1, 2, "host", timedelta(seconds=5))
 
 
+@pytest.mark.usefixtures("waits_briefly")
 @pytest.mark.parametrize("value", ["[1]", "null", '{"process": 1}', '{"protocol": 1}'])
 @pytest.mark.parametrize("key", ["join/attempt/1", "join/served"])
 def test_rank_0_refuses_what_no_rank_publishes(key: str, value: str) -> None:
@@ -355,6 +365,7 @@ def test_who_has_left_a_world_may_come_early_to_the_next(monkeypatch: pytest.Mon
         join_world(store, 1, 2, "x", timedelta(milliseconds=200))
 
 
+@pytest.mark.usefixtures("waits_briefly")
 def test_all_hear_of_what_no_rank_publishes_and_may_try_again() -> None:
     store = dist.HashStore()
     number = announce_attempt(store, 2)

@@ -29,13 +29,6 @@ def encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_ENCRYPTION", "on")
 
 
-@pytest.fixture
-def server() -> Iterator[TCPStore]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
-    yield store
-    store.close()
-
-
 class _Half:
     """One direction of a connection, which somebody between its ends passes on."""
 

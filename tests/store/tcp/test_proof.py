@@ -114,6 +114,7 @@ class TestGuarded:
         self, monkeypatch: pytest.MonkeyPatch, resets: bool, told: str
     ) -> None:
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+        monkeypatch.setattr("collectives.store.tcp.client.ANSWER_S", 0.5)
 
         def break_off() -> None:
             plug = listener.accept()[0]

@@ -150,21 +150,15 @@ class TestListening:
         for client in clients:
             client.close()
 
-    def test_listen_fd(self):
+    @pytest.mark.parametrize("tells_the_port", [False, True])
+    def test_listen_fd(self, tells_the_port):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-            store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=sock.detach())
+            given = 0 if tells_the_port else port
+            store = TCPStore("127.0.0.1", given, is_master=True, master_listen_fd=sock.detach())
         assert store.port == port
         assert TCPStore("127.0.0.1", port).add("n", 1) == 1
-        store.close()
-
-    def test_listen_fd_tells_the_port(self):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-            store = TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=sock.detach())
-        assert store.port == port
         store.close()
 
     def test_wrong_listen_fd(self):

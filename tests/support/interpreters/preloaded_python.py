@@ -22,11 +22,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import python_client
 import python_server
 from folders import Folder
+from sources import PYTHONPATH
 
 _OF_RANKS = [
     "torch",
@@ -122,6 +124,42 @@ def executable() -> str:
     """Returns the stand-in where a server runs, else this interpreter."""
     address = os.environ.get(python_client.ADDRESS)
     return sys.executable if address is None else str(Path(address).with_name(_NAME))
+
+
+_Self = TypeVar("_Self", bound="Helper")
+
+
+class Helper:
+    """A script of the tests beside them, for the length of a ``with`` block.
+
+    It says ``ready`` on its output, and ends with its input.
+    """
+
+    def __init__(self, file: str, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [executable(), file, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment(), "PYTHONPATH": PYTHONPATH},
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+
+    def __enter__(self: _Self) -> _Self:  # noqa: PYI019 - typing.Self is newer than Python 3.10
+        assert self._output.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._process:
+            self._input.close()
+
+    def end(self, text: str = "") -> str:
+        """Gives it its last input; returns what it says then."""
+        self._input.write(text)
+        self._input.close()
+        return self._output.read()
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 
-from sources import PYTHONPATH
+from preloaded_python import Helper
 
 from collectives.bench.core.namespaces import INTERFACE, Machines, enter
 
@@ -25,7 +23,7 @@ _LONGEST = 1 << 17
 _BUFFER = 1 << 28
 
 
-class Capture:
+class Capture(Helper):
     """Listens on a machine's link for the length of a ``with`` block; both directions count.
 
     Args:
@@ -34,33 +32,11 @@ class Capture:
     """
 
     def __init__(self, machines: Machines, machine: int) -> None:
-        words = [sys.executable, __file__, machines.namespace(machine)]
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            text=True,
-        )
-        self._patterns: Sequence[bytes] = ()
-
-    def __enter__(self) -> Capture:  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self._process:
-            if self._process.stdin is not None and not self._process.stdin.closed:
-                self._process.stdin.close()
+        super().__init__(__file__, machines.namespace(machine))
 
     def seen(self, patterns: Sequence[bytes]) -> list[bool]:
         """Ends it; returns for each pattern whether a packet had it, and fails where nothing came at all."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        json.dump([pattern.hex() for pattern in patterns], self._process.stdin)
-        self._process.stdin.close()
-        packets, *found = json.loads(self._process.stdout.read())
+        packets, *found = json.loads(self.end(json.dumps([pattern.hex() for pattern in patterns])))
         assert packets > 0
         return [bool(one) for one in found]
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from sources import PYTHONPATH
+from preloaded_python import Helper
 
 from collectives.bench.core.namespaces import Machines, enter
 
@@ -41,15 +41,8 @@ def far_link(machines: Machines, seconds: float) -> Iterator[None]:
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         pytest.skip(f"no TAP interfaces here: {_DEVICE} is missing, or not this user's")
     words = [machines.namespace(0), machines.namespace(1), str(seconds)]
-    with subprocess.Popen(
-        [sys.executable, __file__, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-    ) as carrier:
-        assert carrier.stdout is not None
-        assert carrier.stdout.readline() == b"ready\n"
-        yield  # it ends with its standard input
+    with Helper(__file__, *words):
+        yield
 
 
 def _interface(namespace: str, number: int) -> int:

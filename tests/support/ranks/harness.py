@@ -17,6 +17,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -61,6 +62,10 @@ SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 _MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
 _WORK_FOLDER = str(Path.cwd())
 SECRET = "COLLECTIVES_SECRET"
+_MOST_IDLE = 8
+"""How many ranks stay for the next test; few have more."""
+_MOST_DESCRIPTORS = 80
+"""How many files a rank that stays may have open: connections to the store are descriptors here, too."""
 
 
 class _Rank(RankProcess):
@@ -77,6 +82,12 @@ class _Rank(RankProcess):
             raise RuntimeError("the server of interpreters has another environment than the ranks should")
         super().__init__(mp_connection.Connection(ours.detach()), pid, log_file)
         self._status: int | None = None
+
+    def descriptors(self) -> int:
+        """Returns how many files the process has open; 0 where it has just ended."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.pid}/fd"))  # noqa: PTH208 - after every call
+        return 0
 
     def exit_status(self) -> int:
         """Returns the exit status; waits for the process, which must be about to end."""
@@ -155,13 +166,21 @@ class _Harness:
         return reused + [_Rank(log) for log in logs]
 
     def give_back(self, ranks: list[_Rank]) -> None:
-        self._idle = ranks + self._idle
+        """Keeps ranks for the next test, but few, and none that holds much of the last ones."""
+        full = [rank for rank in ranks if rank.descriptors() > _MOST_DESCRIPTORS]
+        idle = [rank for rank in ranks if rank not in full] + self._idle
+        self._idle = idle[:_MOST_IDLE]
+        self._end(full + idle[_MOST_IDLE:])
+
+    def _end(self, ranks: list[_Rank]) -> None:
+        for rank in ranks:
+            rank.connection.close()
+        for rank in ranks:
+            rank.close(kill=False)
 
     def close(self) -> None:
-        for rank in self._idle:
-            rank.connection.close()
-        for rank in self._idle:
-            rank.close(kill=False)
+        self._end(self._idle)
+        self._idle = []
         self._store.close()
         self._close_store_elsewhere()
         self._folder.close()

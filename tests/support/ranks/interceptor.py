@@ -23,7 +23,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from sources import PYTHONPATH
+from preloaded_python import Helper
 
 from collectives.bench.core.namespaces import INTERFACE, Machines, enter
 
@@ -56,7 +56,7 @@ class Tamper:
     from_victim: bool = False
 
 
-class Interceptor:
+class Interceptor(Helper):
     """Intercepts for the length of a ``with`` block.
 
     Args:
@@ -76,34 +76,15 @@ class Interceptor:
 
         (link,) = json.loads(run(front, "ip", "-j", "link", "show", INTERFACE))
         run(front, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore")
-        run(front, "ip", "address", "add", f"{address}/32", "dev", "lo")
+        run(front, "ip", "address", "replace", f"{address}/32", "dev", "lo")
         neighbour = ["ip", "neigh", "replace", address, "lladdr", link["address"], "dev", INTERFACE]
         run(dialler, *neighbour, "nud", "permanent")
         words = [machines.namespace(front), machines.namespace(back), address, json.dumps(asdict(tamper))]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-            text=True,
-        )
-
-    def __enter__(self) -> Interceptor:  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        super().__init__(__file__, *words)
 
     def tampered(self) -> int:
         """Ends it; returns on how many connections it has done what it was to do."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        return int(self._process.stdout.read())
+        return int(self.end())
 
 
 class _Connection:

@@ -113,6 +113,28 @@ def test_processes_are_used_again() -> None:
     assert not set(run_ranks(pid_of, 2, isolated=True)) & set(first)
 
 
+def test_few_processes_wait_for_the_next_call() -> None:
+    many = run_ranks(pid_of, 10)
+    assert run_ranks(pid_of, 8) == many[:8]
+    assert not set(run_ranks(pid_of, 10)) & set(many[8:])
+
+
+def keep_files_open(rank: int, size: int) -> int:
+    if rank == 1:
+        kept.extend(os.dup(0) for _ in range(100))
+    return os.getpid()
+
+
+kept: list[int] = []
+
+
+def test_a_process_that_keeps_many_files_open_is_not_used_again() -> None:
+    before = run_ranks(keep_files_open, 2)
+    after = run_ranks(pid_of, 2)
+    assert before[0] in after
+    assert before[1] not in after
+
+
 def test_environment_is_set_for_the_call_only() -> None:
     assert run_ranks(environment, 2, env={"HARNESS_TEST": "x"}) == [("x", 1)] * 2
     assert run_ranks(environment, 2) == [(None, 1)] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from capture import Capture
 from harness import current_store, run_ranks
 from interceptor import ARRIVAL, CONTROL, PORTS, STREAM, Interceptor, Tamper
-from machines import make_machines  # noqa: F401 - a fixture
+from machines import machines_or_skip, make_machines  # noqa: F401 - a fixture
 
 import collectives as dist
 from collectives import DistNetworkError
@@ -146,21 +146,26 @@ CASES = [
 QUICK = {CASES[0], CASES[8]}
 
 
+@pytest.fixture(scope="module")
+def intercepted() -> Iterator[Machines]:
+    """The machines of an :class:`Interceptor`."""
+    with machines_or_skip(4) as machines:
+        yield machines
+
+
 @pytest.mark.parametrize(
     "tamper",
     [pytest.param(one, id=f"{one}", marks=[] if one in QUICK else [pytest.mark.full]) for one in CASES],
 )
 def test_what_others_change_on_its_way_ends_the_group_on_both_sides(
-    make_machines: MakeMachines,  # noqa: F811
-    tamper: Tamper,
+    intercepted: Machines, tamper: Tamper
 ) -> None:
-    machines = make_machines(4)
-    with Interceptor(machines, tamper) as interceptor:
+    with Interceptor(intercepted, tamper) as interceptor:
         told = run_ranks(
             _told,
             2,
             isolated=True,
-            machines=(machines, [0, 1]),
+            machines=(intercepted, [0, 1]),
             env={"COLLECTIVES_PORT_RANGE": PORTS},
         )
         assert interceptor.tampered() > 0
@@ -173,16 +178,13 @@ def test_what_others_change_on_its_way_ends_the_group_on_both_sides(
 
 
 @pytest.mark.full
-def test_a_connection_that_is_cut_within_a_record_is_lost_on_both_sides(
-    make_machines: MakeMachines,  # noqa: F811
-) -> None:
-    machines = make_machines(4)
-    with Interceptor(machines, Tamper("cut", STREAM, record=20)):
+def test_a_connection_that_is_cut_within_a_record_is_lost_on_both_sides(intercepted: Machines) -> None:
+    with Interceptor(intercepted, Tamper("cut", STREAM, record=20)):
         told = run_ranks(
             _told,
             2,
             isolated=True,
-            machines=(machines, [0, 1]),
+            machines=(intercepted, [0, 1]),
             env={"COLLECTIVES_PORT_RANGE": PORTS},
         )
     assert all("lost its connection with rank" in text for text, _ in told), told
@@ -209,16 +211,13 @@ def _downgraded(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_suite_that_is_changed_on_its_way_lets_no_connection_be_made(
-    make_machines: MakeMachines,  # noqa: F811
-) -> None:
-    machines = make_machines(4)
-    with Interceptor(machines, Tamper("downgrade", CONTROL)) as interceptor:
+def test_a_suite_that_is_changed_on_its_way_lets_no_connection_be_made(intercepted: Machines) -> None:
+    with Interceptor(intercepted, Tamper("downgrade", CONTROL)) as interceptor:
         told = run_ranks(
             _downgraded,
             2,
             isolated=True,
-            machines=(machines, [0, 1]),
+            machines=(intercepted, [0, 1]),
             env={"COLLECTIVES_PORT_RANGE": PORTS},
         )
         assert interceptor.tampered() > 0

@@ -115,7 +115,7 @@ def _incomplete(rank, size):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("layout", ["aab", "abb", "aba"])
+@pytest.mark.parametrize("layout", ["aaa", "aab", "abb", "aba"])
 def test_rank_that_does_not_come_is_named_on_all_machines(layout):
     run_ranks(_incomplete, 3, placement=layout)
 

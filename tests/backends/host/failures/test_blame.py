@@ -318,6 +318,7 @@ except dist.GroupAbortedError as error:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("preloaded_python")
 def test_peers_hear_that_a_program_has_ended():
     url = f"tcp://127.0.0.1:{free_port()}"
     commands = [[sys.executable, "-c", PROGRAM, str(rank), url] for rank in range(2)]

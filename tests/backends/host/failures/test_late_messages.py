@@ -87,10 +87,16 @@ def _nothing_comes(rank, size, layout):
     if rank == 1:
         group.set_timeout(SHORT)
         with pytest.raises(dist.CollectiveTimeoutError, match="nothing of a message had come") as caught:
-            group.recv([torch.empty(3)], 0).wait()
+            group.recv([torch.empty(3)], 0, 9).wait()
+        caught.match(r"receive of 12 bytes.*rank 0, tag 9")
         assert _every_rank(caught.value)
         group.set_timeout(LONG)
     group.barrier().wait()
+    if rank == 0:
+        group.send([torch.ones(1)], 1, 9).wait()
+    else:
+        group.recv([tensor := torch.zeros(1)], 0, 9).wait()
+        assert tensor.item() == 1
     _exchange(group, rank, 3.0)
     group.shutdown()
 

@@ -71,6 +71,7 @@ def goes_on(group: dist.ProcessGroup, times: int, victim: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_a_control_connection_that_is_reset_is_made_again(victim: int) -> None:
     results = run_ranks(goes_on, 4, 3, victim, backend="host", isolated=True, lost=[victim], placement="aabb")
