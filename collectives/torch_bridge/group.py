@@ -33,7 +33,7 @@ from collectives.core import operations, profiling
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, GeneralOptions, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.arguments.validation import overload_arguments
-from collectives.core.operations import OPERATIONS, Operation
+from collectives.core.operations import COALESCED, OPERATIONS, Coalesced, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
@@ -693,8 +693,9 @@ _IS_PLAIN: dict[Operation, Callable[[tuple[Any, ...]], bool]] = {
 """Tells of torch's form of a call whether it has nothing that the fast path does not know."""
 
 
-def _several(name: str, event: str) -> Callable[..., TorchWork]:
+def _coalesced(several: Coalesced) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for several collectives in one call."""
+    name = several.methods[0]
 
     def method(self: TorchGroup, *args: Any, **named: Any) -> TorchWork:
         if dispatch_modes.possible() and not named:
@@ -702,7 +703,7 @@ def _several(name: str, event: str) -> Callable[..., TorchWork]:
             if done := dispatch_modes.issue_by_operator(self, name, *given):
                 return done
         tensors = args[1] if len(args) > 1 else [*named.values()]
-        return self._issue(event, tensors, getattr(self.inner, name), *args, **named)
+        return self._issue(several.base.collective, tensors, getattr(self.inner, name), *args, **named)
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"See :meth:`collectives.ProcessGroup.{name}`."
@@ -714,13 +715,10 @@ for _operation in OPERATIONS:
         _method = _collective(_operation)
         for _name in _operation.methods:
             setattr(TorchGroup, _name, _method)
-for _names, _event in (
-    (("allgather_coalesced",), "all_gather"),
-    (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), "all_gather"),
-    (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), "reduce_scatter"),
-):
-    for _name in _names:
-        setattr(TorchGroup, _name, _several(_names[0], _event))
+for _several in COALESCED:
+    _method = _coalesced(_several)
+    for _name in _several.methods:
+        setattr(TorchGroup, _name, _method)
 for _name, _instead in _NOT_OFFERED.items():
     setattr(TorchGroup, _name, _refusal(_name, _instead))
 leave_uncompiled(TorchGroup)
