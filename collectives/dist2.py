@@ -20,7 +20,7 @@ from collectives.core.types import ReduceOp
 from collectives.dynamo import leave_names_uncompiled
 from collectives.registry import backends as registry
 from collectives.store import PrefixStore, rendezvous
-from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.store.joining.world_rendezvous import KEYS, meet_world
 from collectives.time_limits import time_limit
 
 __all__ = [
@@ -115,7 +115,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     base.set_timeout(timeout)
     name, desc, record = (kwargs.pop(field, None) for field in _FIELDS)
-    digits, store = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
+    digits, store = meet_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
     if backend in _factories:
         return _factories[backend](store, rank, size, timeout, place, **kwargs)
     return registry.create_group(

@@ -24,7 +24,7 @@ from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions, backend_spec, create_group, why_unavailable
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
-from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
+from collectives.store.joining.world_rendezvous import KEYS, forget_joining, meet_world
 from collectives.time_limits import time_limit
 from collectives.torch_bridge import operators
 from collectives.torch_bridge.group import TorchGroup
@@ -147,7 +147,7 @@ def create(
         # Records of a group prove nothing in another one, which may form at once.
         group = f"{backend} group {options.group_id}"
         base = PrefixStore(KEYS, store, scope=f"{group} of {options.global_ranks_in_group}")
-        _, store = join_world(base, rank, size, backend, time_limit(options.timeout), what=group)
+        _, store = meet_world(base, rank, size, backend, time_limit(options.timeout), what=group)
         forget_joining(base, size)
         pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
     # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
@@ -191,7 +191,7 @@ def create_independent(
         fixed: as of :func:`create`.
     """
     timeout = time_limit(timeout)
-    digits, store = join_world(
+    digits, store = meet_world(
         PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
     )
     about = GroupOptions(

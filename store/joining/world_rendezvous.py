@@ -96,7 +96,7 @@ _MOST_ATTEMPTS = 1000
 log = Log()
 
 
-def join_world(
+def meet_world(
     store: Any,
     rank: int,
     size: int,
@@ -358,7 +358,7 @@ def _where_met(store: Any) -> str:
 
 
 class _Coordinator:
-    """Rank 0's part of :func:`join_world`.
+    """Rank 0's part of :func:`meet_world`.
 
     Args:
         store: the store.
