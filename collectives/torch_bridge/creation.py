@@ -21,7 +21,13 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
-from collectives.registry.backends import GroupOptions, backend_spec, create_group, why_unavailable
+from collectives.registry.backends import (
+    GroupOptions,
+    backend_spec,
+    create_group,
+    meet_outside_world,
+    why_unavailable,
+)
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
 from collectives.store.joining.world_rendezvous import KEYS, forget_joining, meet_world
@@ -190,19 +196,8 @@ def create_independent(
         pg_options: as of :func:`create`.
         fixed: as of :func:`create`.
     """
-    timeout = time_limit(timeout)
-    digits, store = meet_world(
-        PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
-    )
-    about = GroupOptions(
-        store=store,
-        rank=rank,
-        size=size,
-        timeout=timeout,
-        group_name=f"dist2.{digits}",
-        global_ranks=tuple(range(size)),
-        pg_options=_with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}"),
-    )
+    about = meet_outside_world(store, rank, size, backend, time_limit(timeout), f"{backend} group")
+    about.pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
     return _group(name, backend, about)
 
 
