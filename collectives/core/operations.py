@@ -134,6 +134,12 @@ COALESCED = (
 )
 """The methods for several collectives; several all-reduces are one collective, with a row of its own."""
 
+METHODS = (
+    *(operation.methods for operation in OPERATIONS if operation.methods),
+    *(several.methods for several in COALESCED),
+)
+"""The names of each method of a group that issues collectives, as torch has had them."""
+
 
 @dataclass(slots=True)
 class Call:

@@ -25,7 +25,7 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
-from collectives.core.operations import BARRIER, COALESCED, OPERATIONS
+from collectives.core.operations import BARRIER, METHODS
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
@@ -55,11 +55,7 @@ def _op(script: Any) -> ours.ReduceOp:
 
 
 _OPERATORS = {
-    **{
-        f"{one.methods[-1]}_": one.methods[0]
-        for one in (*OPERATIONS, *COALESCED)
-        if one.methods and one is not BARRIER
-    },
+    **{f"{names[-1]}_": names[0] for names in METHODS if names != BARRIER.methods},
     "barrier": "barrier",
     "monitored_barrier_": "monitored_barrier",
     "send": "send",
