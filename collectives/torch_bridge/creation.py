@@ -271,7 +271,7 @@ def _part(
         global_ranks=tuple(group.inner.global_ranks[rank] for rank in ranks),
         device_id=group.bound_device_id,
         pg_options=parent.pg_options if options is None or is_general(options) else options,
-        split_from=getattr(group.inner, "inner", group.inner),  # of one that checks its operations
+        split_from=group.inner._unchecked,
         unformed=False,
     )
     return _group(name, backend, about, is_part=True)
