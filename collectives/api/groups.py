@@ -172,11 +172,10 @@ def _follow_members(group: ProcessGroup, members: Members) -> None:
         other._break_for(cause)
     _end_groups(ended)
     register(group, record.name, record.config, range(members.size))
-    if not isinstance(world.standby, MetWorld):  # which serves the store of these members already
+    if world.standby is not None and not world.standby.owns_store:  # else it serves these members' already
         close_store(world.standby)
     world.standby = MetWorld(group._place("reconfigure"), members.handles)
-    world.store = PrefixStore("world", members.store)
-    world.created, world.local_turns = 1, {}
+    world.begin(PrefixStore("world", members.store))
     log.of(group).info("reconfigured as rank %d of %d", group.rank(), group.size())
 
 
@@ -201,7 +200,7 @@ def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
     device = next((device for device, name in made.items() if name == backend), None)
     if device is None:
         return None
-    whole = getattr(group, "inner", group)  # of one that checks its operations
+    whole = group._unchecked
     parts: Mapping[str, ProcessGroup] = getattr(whole, "groups", {device: whole})
     return parts.get(device)
 
@@ -679,8 +678,7 @@ def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
             close_store(world.base)
         world.base, world.owns_store = moved, True
     # Names of groups are counted by the members that are left, and apart from those of the old world.
-    world.store = store
-    world.created, world.local_turns = 1, {}
+    world.begin(store)
 
 
 def _end_groups(groups: Iterable[ProcessGroup]) -> None:

@@ -104,6 +104,12 @@ class World:
         self.place: MeetingPlace | None = None
         self.pid = os.getpid()
 
+    def begin(self, store: Any) -> None:
+        """Counts groups anew, in a store that those who are members now have to themselves."""
+        self.store = store
+        self.created = 1
+        self.local_turns = {}
+
     @property
     def inherited(self) -> bool:
         """Whether this is a child that was forked after the world was made, which has no part in it."""
