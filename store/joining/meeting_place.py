@@ -45,7 +45,7 @@ from collectives.errors import (
 from collectives.forks import call_in_forked_children
 from collectives.secret import SECRET, WAY_OUT, derived_key
 from collectives.store.joining.agreement import at, await_leavers, conflict, exchange, fail, give_up, told
-from collectives.store.joining.known_listeners import KnownListeners, has_gone
+from collectives.store.joining.known_listeners import KnownListeners, nobody_listens
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, demand, fetch, fields, publish
@@ -653,7 +653,7 @@ class Invitation:
             yield
         except DistNetworkError as error:
             first = self._members[0]
-            if self.rank and has_gone((first["host"], first["port"])):
+            if self.rank and nobody_listens((first["host"], first["port"])):
                 raise self._server_lost() from error
             raise
 
