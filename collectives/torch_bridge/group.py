@@ -56,19 +56,8 @@ _HAS_INDICES = hasattr(c10d.AllreduceOptions, "sparseIndices")  # since torch 2.
 
 _profiler: Any = torch.autograd.profiler
 
-_RECORDS: dict[str, Any] = {
-    "all_reduce": c10d.AllreduceOptions,
-    "all_reduce_coalesced": c10d.AllreduceCoalescedOptions,
-    "broadcast": c10d.BroadcastOptions,
-    "reduce": c10d.ReduceOptions,
-    "all_gather": c10d.AllgatherOptions,
-    "gather": c10d.GatherOptions,
-    "scatter": c10d.ScatterOptions,
-    "reduce_scatter": c10d.ReduceScatterOptions,
-    "all_to_all": c10d.AllToAllOptions,
-    "barrier": c10d.BarrierOptions,
-}
-"""torch's option record of each collective."""
+_RECORDS = {name.lower(): kind for name, kind in vars(c10d).items() if name.endswith("Options")}
+"""torch's option records by their names, such as ``"allreduceoptions"``."""
 
 _OTHER_NAMES: dict[Operation, dict[str, str]] = {
     operations.REDUCE_SCATTER: {"input_tensor": "input_tensors"},
@@ -631,10 +620,16 @@ def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
     return method
 
 
+def _record_of(operation: Operation) -> Any:
+    """Returns torch's option record of a collective: its own, or that of the core's collective."""
+    own, other = (f"{name.replace('_', '')}options" for name in (operation.name, operation.collective))
+    return _RECORDS.get(own) or _RECORDS[other]
+
+
 def _collective(operation: Operation) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for a collective."""
     name, event, opcode = operation.methods[0], operation.collective, operation.opcode
-    kind, reduces, rooted = _RECORDS.get(operation.name, _RECORDS[event]), operation.reduces, operation.rooted
+    kind, reduces, rooted = _record_of(operation), operation.reduces, operation.rooted
     operands = 0 if operation is operations.BARRIER else 1 if operation.in_place else 2
     two = operands == 2
     place = 4 if operation is operations.ALL_TO_ALL_SINGLE else operands
