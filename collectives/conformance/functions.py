@@ -170,20 +170,12 @@ def _compared(
         yield same(outputs[0].tensor, received[root])
 
 
-def _send_recv(trial: Trial) -> Differences:
-    return _messages(trial, lambda turn: 0)  # noqa: ARG005
-
-
-def _send_recv_tagged(trial: Trial) -> Differences:
-    return _messages(trial, lambda turn: turn + 1)
-
-
-def _messages(trial: Trial, tag_of: Callable[[int], int]) -> Differences:
+def _messages(trial: Trial, *, tagged: bool = False) -> Differences:
     following, previous = (trial.rank + 1) % trial.size, (trial.rank - 1) % trial.size
     receives_first = bool(trial.rank % 2) and trial.needs_batches
     for turn, count, layout, _ in trial.cases():
         output = trial.blank(count, layout)
-        tag = tag_of(turn)
+        tag = turn + 1 if tagged else 0
         if receives_first:
             torch_dist.recv(output.tensor, previous, tag=tag)
         outgoing = torch_dist.isend(
@@ -282,8 +274,8 @@ MOVING: dict[str, Examine] = {
     one.name: partial(_collective, one) for one in _COLLECTIVES if not one.reduces
 } | {
     "batch_isend_irecv": _batch_isend_irecv,
-    "isend, recv": _send_recv,
-    "isend, recv, tagged": _send_recv_tagged,
+    "isend, recv": _messages,
+    "isend, recv, tagged": partial(_messages, tagged=True),
     "recv from any rank": _recv_any_source,
 }
 """Functions that hand data on as it is."""

@@ -475,9 +475,7 @@ class TorchGroup(HookedGroup):
         done.outputs = () if output is None else output
         return done
 
-    def _message(
-        self, name: str, event: str, tensors: Any, peer: int | None, tag: int, method: Callable[..., Work]
-    ) -> TorchWork:
+    def _message(self, name: str, tensors: Any, peer: int | None, tag: int) -> TorchWork:
         """Issues a message, by the fast path of the inner group where that takes it."""
         where = () if peer is None else (peer,)
         if dispatch_modes.possible():
@@ -488,7 +486,8 @@ class TorchGroup(HookedGroup):
             work = self._fast_message(name == "send", _only(tensors), peer, tag)
             if work is not None:
                 return work
-        return self._issue(event, tensors, method, _only(tensors), *where, tag)
+        event = "recvAnySource" if peer is None else name
+        return self._issue(event, tensors, getattr(self.inner, name), _only(tensors), *where, tag)
 
     def _fast_message(self, sends: bool, tensor: Any, peer: int, tag: int) -> TorchWork | None:
         work = self.inner.fast_message(sends, tensor, peer, tag, True)
@@ -581,16 +580,15 @@ class TorchGroup(HookedGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
-        return self._message("send", "send", tensors, dstRank, tag, self.inner.send)
+        return self._message("send", tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
-        return self._message("recv", "recv", tensors, srcRank, tag, self.inner.recv)
+        return self._message("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
-        inner = self.inner.recv_anysource
-        return self._message("recv_anysource", "recvAnySource", tensors, None, tag, inner)
+        return self._message("recv_anysource", tensors, None, tag)
 
     recvAnysource = recv_anysource
 
