@@ -42,7 +42,6 @@ from collectives.store.records import (
     error_of,
     fetch,
     fields,
-    next_key,
     publish,
     publish_all,
     record_of,
@@ -152,9 +151,8 @@ def meet_world(
 
 def _follow(store: Any, about: Checked, timeout: timedelta, where: str) -> tuple[str, Checked]:
     """Any other rank: attempts to join until rank 0 calls it; returns what :func:`_meet` does."""
-    rank, key = about["rank"], next_key(store, _ATTEMPTS)
-    attempt = int(key.rpartition("/")[2])
-    call = f"join/call/{attempt}"
+    rank, attempt = about["rank"], int(store.add(_ATTEMPTS, 1))
+    key, call = f"{_ATTEMPTS}/{attempt}", f"join/call/{attempt}"
     publish(store, key, about)
 
     def why(ranks: Sequence[int], died: bool) -> DistError:  # noqa: ARG001 - nobody tells
