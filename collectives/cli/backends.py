@@ -150,17 +150,17 @@ def data_types() -> tuple[torch.dtype, ...]:
     )
 
 
-def columns(backends: Iterable[str] | None = None) -> dict[str, Capabilities]:
+def columns(backends: Iterable[str]) -> dict[str, Capabilities]:
     """Returns the statements of backends by column; a backend that states nothing has none.
 
     Args:
-        backends: their names; ``None`` for all that are registered.
+        backends: their names.
 
     Raises:
         ValueError: a name is not known.
     """
     found: dict[str, Capabilities] = {}
-    for name in backend_names() if backends is None else backends:
+    for name in backends:
         stated = capabilities_of(name)
         if stated is not None:
             found |= {f"{device}:{name}": stated.on(device) for device in sorted(stated.devices)}
