@@ -21,8 +21,8 @@ from collectives.api.world_state import (
     NON_GROUP_MEMBER,
     default_group,
     get_process_group_ranks,
+    group_record,
     is_member,
-    record_of,
     register,
     world,
 )
@@ -196,7 +196,7 @@ def _options_of(backend: str, names: Sequence[str], options: Any) -> Any:
 
 def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
     """Returns the group, or its part for a device type, that a backend made; ``None`` for no part."""
-    made = record_of(group).config.get_device_backend_map()
+    made = group_record(group).config.get_device_backend_map()
     device = next((device for device, name in made.items() if name == backend), None)
     if device is None:
         return None
@@ -252,7 +252,7 @@ def new_group(
     with world.lock:
         world.refuse_in_child("new_group")
         default = default_group()
-        config = record_of(default).config if backend is None else BackendConfig(backend)
+        config = group_record(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)
         limit = limit_of(timeout, config.names())
         check_usable(config, pg_options)
@@ -536,7 +536,7 @@ def split_group(
     with world.lock:
         world.refuse_in_child("split_group")
         parent = default_group() if parent_pg is None else parent_pg
-        record = record_of(parent)
+        record = group_record(parent)
         where = f"[rank {parent.rank()}] split_group on {parent.describe()}"
         if not split_ranks:
             raise ValueError(f"{where}: split_ranks must be given, a list of lists of ranks of this group")
@@ -620,7 +620,7 @@ def shrink_group(
     with world.lock:
         world.refuse_in_child("shrink_group")
         old, default = (default_group() if group is None else group), default_group()
-        record = record_of(old)
+        record = group_record(old)
         _check(old, ranks_to_exclude, shrink_flags)
         check_usable(record.config, pg_options)
         members = [rank for place, rank in enumerate(record.ranks) if place not in ranks_to_exclude]

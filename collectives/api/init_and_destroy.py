@@ -20,8 +20,8 @@ from collectives.api.init_method import (
 )
 from collectives.api.world_state import (
     default_group,
+    group_record,
     is_member,
-    record_of,
     world,
 )
 from collectives.core.forwarding import group_behind
@@ -151,7 +151,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             world.clear()  # it is the parent's, as is the key in the store that says that this rank left
             return
         if group is not None and group is not world.default:
-            record_of(group)
+            group_record(group)
             drop_deferred(group)
             del world.records[group]
             group._leave_place()

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.api.debug import checked
 from collectives.api.groups import local_turn
-from collectives.api.world_state import default_group, get_backend, record_of, world
+from collectives.api.world_state import default_group, get_backend, group_record, world
 from collectives.core import profiling
 from collectives.core.arguments.option_records import BackendOptions, is_general
 from collectives.core.forwarding import group_behind
@@ -362,7 +362,7 @@ def register_world_with_torch() -> None:
                 "torch.distributed.destroy_process_group() first"
             )
         torch.distributed.init_process_group(
-            _name_in_torch(default.rank(), record_of(default).config.names()),
+            _name_in_torch(default.rank(), group_record(default).config.names()),
             store=PrefixStore(f"torch/{local_turn('world of torch')}", world.store),
             rank=default.rank(),
             world_size=default.size(),

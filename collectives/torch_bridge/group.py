@@ -618,7 +618,7 @@ def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
     return method
 
 
-def _record_of(operation: Operation) -> Any:
+def _option_record(operation: Operation) -> Any:
     """Returns torch's option record of a collective: its own, or that of the core's collective."""
     own, other = (f"{name.replace('_', '')}options" for name in (operation.name, operation.collective))
     return _RECORDS.get(own) or _RECORDS[other]
@@ -627,7 +627,7 @@ def _record_of(operation: Operation) -> Any:
 def _collective(operation: Operation) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for a collective."""
     name, event, opcode = operation.methods[0], operation.collective, operation.opcode
-    kind, reduces, rooted = _record_of(operation), operation.reduces, operation.rooted
+    kind, reduces, rooted = _option_record(operation), operation.reduces, operation.rooted
     operands = 0 if operation is operations.BARRIER else 1 if operation.in_place else 2
     two = operands == 2
     place = 4 if operation is operations.ALL_TO_ALL_SINGLE else operands
