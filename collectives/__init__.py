@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collectives.backends.nccl import ProcessGroupNCCL as ProcessGroupNCCL
     from collectives.ranks.launching import launch as launch
     from collectives.ranks.processes import RankFailedError as RankFailedError
-    from collectives.torch_bridge.shared_world import (
+    from collectives.torch_bridge.creation import (
         register_world_with_torch as register_world_with_torch,
     )
 else:
@@ -57,7 +57,7 @@ else:
         "ProcessGroupNCCL": "collectives.backends.nccl",
         "RankFailedError": "collectives.ranks.processes",
         "launch": "collectives.ranks.launching",
-        "register_world_with_torch": "collectives.torch_bridge.shared_world",
+        "register_world_with_torch": "collectives.torch_bridge.creation",
     }
     __all__ = [*sorted((_imported - _OWN) | {*_LOADED_ON_DEMAND})]  # noqa: PLE0604 - names
 

@@ -19,8 +19,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.dynamo import leave_names_uncompiled
 from collectives.registry import backends as registry
-from collectives.store import PrefixStore, rendezvous
-from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.store import rendezvous
 from collectives.time_limits import time_limit
 
 __all__ = [
@@ -115,23 +114,16 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     base.set_timeout(timeout)
     name, desc, record = (kwargs.pop(field, None) for field in _FIELDS)
-    digits, store = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
+    about = registry.meet_outside_world(base, rank, size, backend, timeout)
     if backend in _factories:
-        return _factories[backend](store, rank, size, timeout, place, **kwargs)
-    return registry.create_group(
-        backend,
-        registry.GroupOptions(
-            store=store,
-            rank=rank,
-            size=size,
-            timeout=timeout,
-            group_name=f"dist2.{digits}" if name is None else str(name),
-            group_desc="" if desc is None else str(desc),
-            global_ranks=tuple(range(size)),
-            device_id=place,
-            pg_options=(kwargs or None) if record is None else record,
-        ),
-    )
+        return _factories[backend](about.store, rank, size, timeout, place, **kwargs)
+    about.device_id = place
+    about.pg_options = (kwargs or None) if record is None else record
+    if name is not None:
+        about.group_name = str(name)
+    if desc is not None:
+        about.group_desc = str(desc)
+    return registry.create_group(backend, about)
 
 
 def _check_options(backend: str, given: Mapping[str, object]) -> None:

@@ -29,6 +29,15 @@ def call_in_forked_children(instance: _T, function: Callable[[_T], object]) -> N
     _functions[instance] = function
 
 
+def begin_anew_in_children(instance: Any) -> None:
+    """Has an object initialised again in every forked child, where its threads do not exist.
+
+    Args:
+        instance: the object, which lives as long as the process; its class takes no arguments.
+    """
+    os.register_at_fork(after_in_child=instance.__init__)
+
+
 def belongs_to_parent(what: str) -> str:
     """Returns the words of an error about what a forked child inherited."""
     return f"{what} belongs to the parent of this forked process; make a new one in the child"

@@ -200,16 +200,6 @@ def error_of(record: Any) -> DistError:
     return _KINDS[kind](text, **found, cause=None if cause is None else error_of(cause))
 
 
-def next_key(store: Any, name: str) -> str:
-    """Returns the key for a new record under a name; whoever takes it sets it at once.
-
-    Args:
-        store: the store.
-        name: the counter's key.
-    """
-    return f"{name}/{int(store.add(name, 1))}"
-
-
 class Announcements:
     """Records under the numbers of a counter, for the one process that reads them as they come.
 

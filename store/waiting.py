@@ -41,22 +41,31 @@ def wait_for_keys(store: Any, keys: list[str], limit: timedelta) -> bool:
     return True
 
 
-_ABSENT = b"-"
+def compare_set(store: Any, key: str, expected: str, desired: Any) -> Any:
+    """Returns what the store's method does; ``None`` where a user's store lacks it."""
+    try:
+        return store.compare_set(key, expected, desired)
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+_ABSENT = "-"
 """What :func:`peek` compares with; no record is written so."""
 
 
-def peek(store: Any, key: str) -> bytes | None:
+def peek(store: Any, key: str, *, by_get: bool = False) -> bytes | None:
     """Returns what a key was set to, ``None`` where it is not there; never waits.
 
     Args:
         store: the store.
         key: the key.
-
-    Raises:
-        NotImplementedError: a user's store lacks what this takes; or it raises :class:`AttributeError`.
+        by_get: in a user's store without ``compare_set``, where all keys seem absent, reads it by ``get``,
+            which waits where the key is deleted meanwhile.
     """
-    value = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
-    return None if value == _ABSENT else value
+    value = compare_set(store, key, _ABSENT, _ABSENT)
+    if value is None:
+        return bytes(store.get(key)) if by_get and store.check([key]) else None
+    return None if bytes(value) == _ABSENT.encode() else bytes(value)
 
 
 def missing_text(ranks: Sequence[int], timeout: timedelta) -> str:

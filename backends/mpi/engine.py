@@ -35,7 +35,7 @@ from collectives.core.operations import OPERATIONS, Call, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord, Recorded
 from collectives.core.types import ReduceOp
 from collectives.errors import DistBackendError, DistError, GroupAbortedError, ranks_in_words
-from collectives.forks import belongs_to_parent, call_in_forked_children
+from collectives.forks import begin_anew_in_children, belongs_to_parent, call_in_forked_children
 from collectives.store.waiting import delete_keys
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
@@ -103,13 +103,7 @@ class _ProgressThread:
 
 progress_thread = _ProgressThread()
 
-
-def _start_over() -> None:
-    """In a forked child, where the thread does not exist."""
-    progress_thread.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_over)
+begin_anew_in_children(progress_thread)
 atexit.register(progress_thread.close)
 
 

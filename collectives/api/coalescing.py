@@ -32,7 +32,7 @@ __all__ = ["_CoalescingManager", "_coalescing_manager"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Deferred:
     """A deferred call."""
 
     operation: Operation
@@ -41,7 +41,7 @@ class _Call:
     input: torch.Tensor | None
 
 
-pending: dict[tuple[int, ProcessGroup], list[_Call]] = {}
+pending: dict[tuple[int, ProcessGroup], list[_Deferred]] = {}
 """Deferred calls by thread and group; empty outside of every manager."""
 
 
@@ -86,7 +86,7 @@ def defer(
     calls = pending.get((threading.get_ident(), group))
     if calls is None:
         return False
-    calls.append(_Call(operation, op, output, input))
+    calls.append(_Deferred(operation, op, output, input))
     return True
 
 
@@ -156,9 +156,9 @@ def _coalescing_manager(
         manager.wait()
 
 
-def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
+def _runs(calls: list[_Deferred]) -> list[tuple[_Deferred, list[_Deferred]]]:
     """Returns runs of calls of one function and reduction; the order of all calls is kept."""
-    runs: list[tuple[_Call, list[_Call]]] = []
+    runs: list[tuple[_Deferred, list[_Deferred]]] = []
     for call in calls:
         if runs and (runs[-1][0].operation, runs[-1][0].op) == (call.operation, call.op):
             runs[-1][1].append(call)
@@ -167,7 +167,7 @@ def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
     return runs
 
 
-def _issue(group: ProcessGroup, first: _Call, run: list[_Call], async_ops: bool) -> Work:
+def _issue(group: ProcessGroup, first: _Deferred, run: list[_Deferred], async_ops: bool) -> Work:
     outputs = [call.output for call in run]
     if first.operation is ALL_REDUCE:
         return group.call(ALL_REDUCE_COALESCED, outputs, op=first.op, async_op=async_ops)

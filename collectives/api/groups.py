@@ -21,8 +21,8 @@ from collectives.api.world_state import (
     NON_GROUP_MEMBER,
     default_group,
     get_process_group_ranks,
+    group_record,
     is_member,
-    record_of,
     register,
     world,
 )
@@ -172,11 +172,10 @@ def _follow_members(group: ProcessGroup, members: Members) -> None:
         other._break_for(cause)
     _end_groups(ended)
     register(group, record.name, record.config, range(members.size))
-    if not isinstance(world.standby, MetWorld):  # which serves the store of these members already
+    if world.standby is not None and not world.standby.owns_store:  # else it serves these members' already
         close_store(world.standby)
     world.standby = MetWorld(group._place("reconfigure"), members.handles)
-    world.store = PrefixStore("world", members.store)
-    world.created, world.local_turns = 1, {}
+    world.begin(PrefixStore("world", members.store))
     log.of(group).info("reconfigured as rank %d of %d", group.rank(), group.size())
 
 
@@ -197,11 +196,11 @@ def _options_of(backend: str, names: Sequence[str], options: Any) -> Any:
 
 def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
     """Returns the group, or its part for a device type, that a backend made; ``None`` for no part."""
-    made = record_of(group).config.get_device_backend_map()
+    made = group_record(group).config.get_device_backend_map()
     device = next((device for device, name in made.items() if name == backend), None)
     if device is None:
         return None
-    whole = getattr(group, "inner", group)  # of one that checks its operations
+    whole = group._unchecked
     parts: Mapping[str, ProcessGroup] = getattr(whole, "groups", {device: whole})
     return parts.get(device)
 
@@ -253,7 +252,7 @@ def new_group(
     with world.lock:
         world.refuse_in_child("new_group")
         default = default_group()
-        config = record_of(default).config if backend is None else BackendConfig(backend)
+        config = group_record(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)
         limit = limit_of(timeout, config.names())
         check_usable(config, pg_options)
@@ -537,7 +536,7 @@ def split_group(
     with world.lock:
         world.refuse_in_child("split_group")
         parent = default_group() if parent_pg is None else parent_pg
-        record = record_of(parent)
+        record = group_record(parent)
         where = f"[rank {parent.rank()}] split_group on {parent.describe()}"
         if not split_ranks:
             raise ValueError(f"{where}: split_ranks must be given, a list of lists of ranks of this group")
@@ -621,7 +620,7 @@ def shrink_group(
     with world.lock:
         world.refuse_in_child("shrink_group")
         old, default = (default_group() if group is None else group), default_group()
-        record = record_of(old)
+        record = group_record(old)
         _check(old, ranks_to_exclude, shrink_flags)
         check_usable(record.config, pg_options)
         members = [rank for place, rank in enumerate(record.ranks) if place not in ranks_to_exclude]
@@ -679,8 +678,7 @@ def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
             close_store(world.base)
         world.base, world.owns_store = moved, True
     # Names of groups are counted by the members that are left, and apart from those of the old world.
-    world.store = store
-    world.created, world.local_turns = 1, {}
+    world.begin(store)
 
 
 def _end_groups(groups: Iterable[ProcessGroup]) -> None:

@@ -20,15 +20,14 @@ from collectives.api.init_method import (
 )
 from collectives.api.world_state import (
     default_group,
+    group_record,
     is_member,
-    record_of,
     world,
 )
 from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
-from collectives.store.joining.standby import MetWorld
 from collectives.store.joining.world_rendezvous import leave_world, wait_for_leavers
 
 __all__ = ["destroy_process_group", "init_process_group"]
@@ -109,14 +108,14 @@ def init_process_group(
         check_usable(config, pg_options)
         try:
             url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, world.store, world.standby = join_default_group(
+            base, rank, world_size, joined, world.standby = join_default_group(
                 store, url, rank, world_size, limit, repr(config)
             )
+            world.begin(joined)
             world.base = base
             world.owns_store = store is None
             world.device = device
             world.pid = os.getpid()
-            world.created = 1
             name = hashed_name(_ranks, "") if _ranks else "0"
             ranks = range(world_size)
             world.default = make_group(
@@ -152,7 +151,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             world.clear()  # it is the parent's, as is the key in the store that says that this rank left
             return
         if group is not None and group is not world.default:
-            record_of(group)
+            group_record(group)
             drop_deferred(group)
             del world.records[group]
             group._leave_place()
@@ -173,7 +172,7 @@ def _end_world(*, gracefully: bool) -> None:
     default, groups, store = default_group(), list(world.records), world.store
     owned, standby = (world.base if world.owns_store else None), world.standby
     first: BaseException | None = None
-    has_server = owned is not None or isinstance(standby, MetWorld)
+    has_server = owned is not None or (standby is not None and standby.owns_store)
     serves = has_server and default.rank() == (0 if standby is None else max(standby.server, 0))
     lost = {record.ranks[r] for group, record in world.records.items() if serves for r in group.lost_ranks()}
     if gracefully:

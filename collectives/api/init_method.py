@@ -17,7 +17,7 @@ from collectives.registry import backends as registry
 from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.joining.standby import Standby
-from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.store.joining.world_rendezvous import KEYS, meet_world
 from collectives.store.tcp.client import NoStoreError
 
 _RETRY_SECONDS = 0.05
@@ -114,7 +114,7 @@ def join_default_group(
 def _join(store: Any, rank: int, size: int, backend: str, limit: timedelta) -> tuple[PrefixStore, Standby]:
     standby = Standby(store)
     try:
-        return join_world(PrefixStore(KEYS, store), rank, size, backend, limit, standby)[1], standby
+        return meet_world(PrefixStore(KEYS, store), rank, size, backend, limit, standby)[1], standby
     except BaseException:
         standby.close()
         raise

@@ -104,6 +104,12 @@ class World:
         self.place: MeetingPlace | None = None
         self.pid = os.getpid()
 
+    def begin(self, store: Any) -> None:
+        """Counts groups anew, in a store that those who are members now have to themselves."""
+        self.store = store
+        self.created = 1
+        self.local_turns = {}
+
     @property
     def inherited(self) -> bool:
         """Whether this is a child that was forked after the world was made, which has no part in it."""
@@ -219,7 +225,7 @@ def _own_rank() -> int:
     return -1 if world.default is None else world.default.rank()
 
 
-def record_of(group: ProcessGroup) -> GroupRecord:
+def group_record(group: ProcessGroup) -> GroupRecord:
     """Returns the record of a group.
 
     Raises:
@@ -261,7 +267,7 @@ def group_rank(
         return own_rank
     if global_rank is None:
         raise ValueError(f"[rank {group.rank()}] {operation}: give {name} or group_{name}")
-    record = record_of(group)
+    record = group_record(group)
     found = record.index.get(global_rank)
     if found is None:
         raise ValueError(
@@ -486,7 +492,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 def _member_record(group: ProcessGroup | None, operation: str) -> GroupRecord:
     if not is_member(group):
         raise ValueError(f"[rank {_own_rank()}] {operation}: this rank is not in the given group")
-    return record_of(default_group() if group is None else group)
+    return group_record(default_group() if group is None else group)
 
 
 def register(group: ProcessGroup, name: str, config: BackendConfig, ranks: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ alike. A column is a backend on a device type; "all" stands for all columns.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from collectives.cli import CommandError
+from collectives.cli.tables import Table, markdown, plain_text
 from collectives.core.capabilities import OPERATIONS, REDUCING, Capabilities
 from collectives.core.types import ReduceOp
 from collectives.registry.backends import backend_names, backend_spec, capabilities_of, why_unavailable
@@ -83,13 +83,13 @@ def _entry(name: str) -> _Entry:
 
 
 def _usability(entries: list[_Entry]) -> Table:
-    return Table(
+    return [
         ("backend", "devices", "usable", "reason, and what would mend it"),
-        tuple(
+        *(
             (entry.name, ", ".join(entry.devices), "yes" if entry.usable else "no", entry.reason)
             for entry in entries
         ),
-    )
+    ]
 
 
 def _every_statement(found: dict[str, Capabilities]) -> Table:
@@ -97,7 +97,7 @@ def _every_statement(found: dict[str, Capabilities]) -> Table:
     for one in statements(found):
         answer = "no" if not one.offered else "yes" if one.reductions is None else " ".join(one.reductions)
         rows.append((one.backend, one.device, one.function, one.dtype or "", answer))
-    return Table(("backend", "device", "function", "data type", "offered"), tuple(rows))
+    return [("backend", "device", "function", "data type", "offered"), *rows]
 
 
 # ---- what backends state -----------------------------------------------------------------------------------
@@ -141,19 +141,6 @@ class Statement:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of words.
-
-    Attributes:
-        header: titles of the columns.
-        rows: the rows; as many cells as there are titles.
-    """
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 def data_types() -> tuple[torch.dtype, ...]:
     """Returns all data types of the installed torch, each under its own name only."""
     return tuple(
@@ -163,17 +150,17 @@ def data_types() -> tuple[torch.dtype, ...]:
     )
 
 
-def columns(backends: Iterable[str] | None = None) -> dict[str, Capabilities]:
+def columns(backends: Iterable[str]) -> dict[str, Capabilities]:
     """Returns the statements of backends by column; a backend that states nothing has none.
 
     Args:
-        backends: their names; ``None`` for all that are registered.
+        backends: their names.
 
     Raises:
         ValueError: a name is not known.
     """
     found: dict[str, Capabilities] = {}
-    for name in backend_names() if backends is None else backends:
+    for name in backends:
         stated = capabilities_of(name)
         if stated is not None:
             found |= {f"{device}:{name}": stated.on(device) for device in sorted(stated.devices)}
@@ -220,7 +207,7 @@ def _functions(found: Mapping[str, Capabilities]) -> Table:
         rows.append(row(title, (names[0] in can.operations for can in found.values())))
     rows.append(row("parts of different sizes", (can.uneven for can in found.values())))
     rows.append(row("tags of messages", (can.tags for can in found.values())))
-    return Table(("function", *found), tuple(rows))
+    return [("function", *found), *rows]
 
 
 def _reductions(found: Mapping[str, Capabilities]) -> Table:
@@ -238,7 +225,7 @@ def _reductions(found: Mapping[str, Capabilities]) -> Table:
         (_in_words(alike), *(_named(who(alike[0], names[0]), found) for names in by_column))
         for alike in by_row
     ]
-    return Table(("reductions of", *(", ".join(names) for names in by_column)), tuple(rows))
+    return [("reductions of", *(", ".join(names) for names in by_column)), *rows]
 
 
 def _moves(found: Mapping[str, Capabilities]) -> Table:
@@ -247,7 +234,7 @@ def _moves(found: Mapping[str, Capabilities]) -> Table:
 
     by_row = _grouped(data_types(), who)
     rows = [(_in_words(alike), _named(who(alike[0]), found)) for alike in by_row]
-    return Table(("data moved as it is", "taken by"), tuple(rows))
+    return [("data moved as it is", "taken by"), *rows]
 
 
 def _grouped(values: Sequence[Any], key: Any) -> list[list[Any]]:
@@ -284,23 +271,3 @@ def _in_words(dtypes: Sequence[torch.dtype]) -> str:
             names[place] = word
             names = [name for name in names if name not in present]
     return ", ".join(names)
-
-
-def plain_text(table: Table) -> str:
-    """Returns a table for a terminal: columns apart by two blanks."""
-    lines = (table.header, *table.rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def markdown(table: Table) -> str:
-    """Returns a table for a document in Markdown."""
-    lines = itertools.chain([table.header, ("---",) * len(table.header)], table.rows)
-    return (
-        "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        .replace("| --- |", "|---|")
-        .replace(" --- |", "---|")
-    )

@@ -27,7 +27,7 @@ _SETTINGS = ("PMIX_MCA_",)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Place:
     """This process's place among those that ``mpirun`` started.
 
     Attributes:
@@ -41,13 +41,13 @@ class Job:
     local_size: int
 
 
-def current() -> Job | None:
-    """Returns the job of ``mpirun`` that this process is of; ``None`` where it is of none, or alone in it."""
+def current() -> Place | None:
+    """Returns its place in a job of ``mpirun``; ``None`` where this process is of none, or alone in it."""
     rank, size = _number(_RANKS), _number(_SIZES)
     if rank is None or size is None or size < 2:
         return None
     local = _number(_LOCAL_SIZES)
-    return Job(rank, size, size if local is None else local)
+    return Place(rank, size, size if local is None else local)
 
 
 def usual_ranks() -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 import collectives._native as _native
 from collectives.cli import CommandError, printable
-from collectives.cli.backends import Table, plain_text
+from collectives.cli.tables import plain_text
 from collectives.errors import DistBackendError
 
 _HEADER = ("JOB", "RANK", "PROCESS", "STATE", "FOR", "DOES", "GROUP", "AT")
@@ -75,9 +75,9 @@ def _is_wanted(job: Job, name: str | None) -> bool:
 
 
 def _text(jobs: list[Job], every_group: bool) -> str:
-    rows = tuple(tuple(map(printable, row)) for job in jobs for row in _rows(job, every_group))
+    rows = [[*map(printable, row)] for job in jobs for row in _rows(job, every_group)]
     told = [printable(line) for job in jobs for group in job.groups for line in _complaints(group)]
-    return "\n".join([plain_text(Table(_HEADER, rows)), *told])
+    return "\n".join([plain_text([_HEADER, *rows]), *told])
 
 
 def _rows(job: Job, every_group: bool) -> list[tuple[str, ...]]:

@@ -26,8 +26,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 from collectives.cli import CommandError, printable
-from collectives.cli.backends import Table, plain_text
 from collectives.cli.output_files import output_file, output_folder
+from collectives.cli.tables import plain_text
 from collectives.core.recording.dump import FORMAT
 from collectives.errors import ranks_in_words
 
@@ -275,8 +275,8 @@ def _text(files: Sequence[FlightFile]) -> str:
             places.setdefault((group.name, group.global_ranks), []).append((file, group))
     rows = [_row(file, group) for members in places.values() for file, group in members]
     told = [line for members in places.values() for line in _behind([group for _, group in members])]
-    shown = tuple(tuple(map(printable, row)) for row in rows)
-    return "\n".join([plain_text(Table(_HEADER, shown)), *map(printable, told)])
+    shown = [[*map(printable, row)] for row in rows]
+    return "\n".join([plain_text([_HEADER, *shown]), *map(printable, told)])
 
 
 def _row(file: FlightFile, group: Group) -> tuple[str, ...]:

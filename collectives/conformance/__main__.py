@@ -20,6 +20,7 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives.cli.output_files import output_file
+from collectives.cli.tables import Table, markdown
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING
 
@@ -49,22 +50,21 @@ def table(answers: Mapping[Question, Answer]) -> list[str]:
     return lines
 
 
-def short_table(found: Mapping[str, Mapping[Question, Answer]]) -> list[str]:
-    """Returns the lines of a table in Markdown: numbers of data types, by function and backend.
+def short_table(found: Mapping[str, Mapping[Question, Answer]]) -> Table:
+    """Returns a table of the numbers of data types, by function and backend.
 
     Args:
         found: answers by backend, of the same questions.
     """
     titles = dict.fromkeys(question.title for answers in found.values() for question in answers)
-    lines = [f"| function | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+    lines = [["function", *found]]
     for title in titles:
-        cells = []
+        lines.append([title])
         for answers in found.values():
             some = {q.dtype: answer.status for q, answer in answers.items() if q.title == title}
             counts = {status: [*some.values()].count(status) for status in Status}
             words = (_SHORT[v] if None in some else f"{n} {_SHORT[v]}" for v, n in counts.items() if n)
-            cells.append(", ".join(words))
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+            lines[-1].append(", ".join(words))
     return lines
 
 
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
                 for what, why in answer.details.items():
                     print(f"# {backend}: {question.title} {_cell(question, answer)} {what}: {why}")
     if options.markdown:
-        print("\n".join(short_table(found)))
+        print(markdown(short_table(found)))
     if options.json is not None:
         options.json.write_text(json.dumps(_records(found), indent=1))
     answers = [answer for answers in found.values() for answer in answers.values()]

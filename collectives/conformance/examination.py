@@ -21,12 +21,12 @@ import torch
 import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 
-from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Call
+from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Trial
 from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import ReduceOp
 from collectives.ranks.cuda_devices import take_cuda_device
-from collectives.ranks.processes import NoAnswer, SpawnedRanks, commands
+from collectives.ranks.processes import SpawnedRanks, Unanswered, commands
 from collectives.registry.backends import capabilities_of
 
 
@@ -227,7 +227,7 @@ class _Examinees:
 
 def _failures(replies: Sequence[Any]) -> Iterator[str]:
     for rank, reply in enumerate(replies):
-        if isinstance(reply, NoAnswer):
+        if isinstance(reply, Unanswered):
             yield f"rank {rank} {'died' if reply.ended else 'did not answer in time'}"
         elif isinstance(reply, tuple):
             yield f"rank {rank}: {reply[1]}"
@@ -236,8 +236,8 @@ def _failures(replies: Sequence[Any]) -> Iterator[str]:
 def _judge(replies: Sequence[Any]) -> tuple[Status, str, bool]:
     """Returns the status on what all ranks replied, why, and whether the group can be used further."""
     for ended, status in ((False, Status.HANG), (True, Status.WRONG)):
-        if NoAnswer(ended) in replies:
-            missing = [reply if reply == NoAnswer(ended) else "" for reply in replies]
+        if Unanswered(ended) in replies:
+            missing = [reply if reply == Unanswered(ended) else "" for reply in replies]
             return status, next(_failures(missing)), False
     kinds = {kind for kind, _, _ in replies}
     text = next((text for kind, text, _ in replies if kind is not Status.OK), "")
@@ -286,21 +286,21 @@ def _reply(question: Question, which: int, rank: int, ranks: int, device: str) -
     """Returns the status of this rank, why, and whether the group can be used further."""
     functions = {**PLAIN, **REDUCING, **MOVING}
     dtype = question.dtype or torch.float32
-    call = Call(rank, ranks, dtype, question.ops[which], question.strided, device)
-    cases = functions[question.function](call)
+    trial = Trial(rank, ranks, dtype, question.ops[which], question.strided, device)
+    cases = functions[question.function](trial)
     begun, started = False, time.monotonic()
     try:
         for difference in cases:
             begun = True
             if difference is not None:
-                case = call.case
+                case = trial.case
                 for _ in cases:  # the other ranks go on
                     pass
                 return Status.WRONG, f"rank {rank}, {case}: {difference}", True
     except Exception as error:  # noqa: BLE001 - judged
         late = time.monotonic() - started > _AT_ONCE_S
         if begun or late or not _is_refusal(error):
-            return Status.WRONG, f"rank {rank}, {call.case}: {_in_words(error)}", False
+            return Status.WRONG, f"rank {rank}, {trial.case}: {_in_words(error)}", False
         return Status.UNSUPPORTED, _in_words(error), True
     return Status.OK, "", True
 

@@ -25,8 +25,8 @@ _STRIDED = ((65, "strided"), (60, "transposed"), (1, "strided"))
 
 
 @dataclass
-class Call:
-    """What a function is called with.
+class Trial:
+    """What a function is tried with.
 
     Attributes:
         rank: this rank.
@@ -92,7 +92,7 @@ class Call:
 
 
 Differences = Iterator[str | None]
-Examine = Callable[[Call], Differences]
+Examine = Callable[[Trial], Differences]
 
 
 def _done(work: torch_dist.Work | None) -> None:
@@ -103,62 +103,62 @@ def _done(work: torch_dist.Work | None) -> None:
 _BY_RANK = {Operand.EACH, Operand.PARTS}
 
 
-def _collective(operation: Operation, call: Call) -> Differences:
+def _collective(operation: Operation, trial: Trial) -> Differences:
     """Examines the function of a collective by the collective's row."""
     function = getattr(torch_dist, operation.name)
-    for turn, count, layout, asynchronous in call.cases():
-        root = turn % call.size
+    for turn, count, layout, asynchronous in trial.cases():
+        root = turn % trial.size
         uneven = (
             turn % 2 if operation is ALL_TO_ALL_SINGLE else 0
         )  # rank r sends r elements more to each rank
-        counts = [count + uneven * rank for rank in range(call.size)]
+        counts = [count + uneven * rank for rank in range(trial.size)]
         for_all = operation.input not in _BY_RANK
-        shares = [call.of(call.rank, counts[call.rank], to) for to in range(1 if for_all else call.size)]
-        received = [call.of(rank, n, 0 if for_all else call.rank) for rank, n in enumerate(counts)]
-        given = _placed(call, operation.output if operation.in_place else operation.input, shares, layout)
+        shares = [trial.of(trial.rank, counts[trial.rank], to) for to in range(1 if for_all else trial.size)]
+        received = [trial.of(rank, n, 0 if for_all else trial.rank) for rank, n in enumerate(counts)]
+        given = _placed(trial, operation.output if operation.in_place else operation.input, shares, layout)
         outputs = given
         if not operation.in_place:
             numbers = counts if operation.output in _BY_RANK else [count]
-            blank = [oracle.values(call.dtype, 77, number, salt=99) for number in numbers]
-            outputs = _placed(call, operation.output, blank, layout)
-        arguments = _arguments(operation, call, outputs, given, root)
+            blank = [oracle.values(trial.dtype, 77, number, salt=99) for number in numbers]
+            outputs = _placed(trial, operation.output, blank, layout)
+        arguments = _arguments(operation, trial, outputs, given, root)
         if uneven:
-            arguments += [counts, [counts[call.rank]] * call.size]
+            arguments += [counts, [counts[trial.rank]] * trial.size]
         _done(function(*arguments, async_op=asynchronous))
-        if operation.writes != "root" or call.rank == root:  # torch leaves open what the others have then
-            yield from _compared(operation, call, outputs, received, root)
+        if operation.writes != "root" or trial.rank == root:  # torch leaves open what the others have then
+            yield from _compared(operation, trial, outputs, received, root)
         yield _margin(*outputs, *given)
 
 
-def _placed(call: Call, kind: Operand, parts: Sequence[torch.Tensor], layout: str) -> list[Placed]:
+def _placed(trial: Trial, kind: Operand, parts: Sequence[torch.Tensor], layout: str) -> list[Placed]:
     """Returns the tensors of an operand; one with parts is dense, as torch asks for it."""
     if kind is Operand.PARTS:
-        return [call.place(torch.cat([raw(part) for part in parts]).view(call.dtype))]
-    return [call.place(part, layout) for part in parts]
+        return [trial.place(torch.cat([raw(part) for part in parts]).view(trial.dtype))]
+    return [trial.place(part, layout) for part in parts]
 
 
 def _arguments(
-    operation: Operation, call: Call, outputs: Sequence[Placed], given: Sequence[Placed], root: int
+    operation: Operation, trial: Trial, outputs: Sequence[Placed], given: Sequence[Placed], root: int
 ) -> list[Any]:
     """Returns the arguments of torch's function; lists of rooted ones are given on the root alone."""
     arguments: list[Any] = []
     for kind, operand in ((operation.output, outputs), (operation.input, given)):
         if kind is Operand.EACH:
-            absent = operation.rooted and call.rank != root
+            absent = operation.rooted and trial.rank != root
             arguments.append(None if absent else [one.tensor for one in operand])
         elif kind is not Operand.NONE:
             arguments.append(operand[0].tensor)
     if operation is GATHER:
         arguments.reverse()
-    return arguments + [root] * operation.rooted + [call.torch_op] * operation.reduces
+    return arguments + [root] * operation.rooted + [trial.torch_op] * operation.reduces
 
 
 def _compared(
-    operation: Operation, call: Call, outputs: Sequence[Placed], received: list[torch.Tensor], root: int
+    operation: Operation, trial: Trial, outputs: Sequence[Placed], received: list[torch.Tensor], root: int
 ) -> Differences:
     """Compares what a collective has written with what the ranks gave this one."""
     if operation.reduces:
-        yield call.differs(outputs[0].tensor, received)
+        yield trial.differs(outputs[0].tensor, received)
     elif operation.output is Operand.PARTS:
         begin = 0
         for part in received:
@@ -170,36 +170,30 @@ def _compared(
         yield same(outputs[0].tensor, received[root])
 
 
-def _send_recv(call: Call) -> Differences:
-    return _messages(call, lambda turn: 0)  # noqa: ARG005
-
-
-def _send_recv_tagged(call: Call) -> Differences:
-    return _messages(call, lambda turn: turn + 1)
-
-
-def _messages(call: Call, tag_of: Callable[[int], int]) -> Differences:
-    following, previous = (call.rank + 1) % call.size, (call.rank - 1) % call.size
-    receives_first = bool(call.rank % 2) and call.needs_batches
-    for turn, count, layout, _ in call.cases():
-        output = call.blank(count, layout)
-        tag = tag_of(turn)
+def _messages(trial: Trial, *, tagged: bool = False) -> Differences:
+    following, previous = (trial.rank + 1) % trial.size, (trial.rank - 1) % trial.size
+    receives_first = bool(trial.rank % 2) and trial.needs_batches
+    for turn, count, layout, _ in trial.cases():
+        output = trial.blank(count, layout)
+        tag = turn + 1 if tagged else 0
         if receives_first:
             torch_dist.recv(output.tensor, previous, tag=tag)
-        outgoing = torch_dist.isend(call.place(call.of(call.rank, count), layout).tensor, following, tag=tag)
+        outgoing = torch_dist.isend(
+            trial.place(trial.of(trial.rank, count), layout).tensor, following, tag=tag
+        )
         if not receives_first:
             torch_dist.recv(output.tensor, previous, tag=tag)
         _done(outgoing)
-        yield same(output.tensor, call.of(previous, count))
+        yield same(output.tensor, trial.of(previous, count))
         yield _margin(output)
 
 
-def _first_from_any_rank(call: Call) -> None:
+def _first_from_any_rank(trial: Trial) -> None:
     """Receives one message from any rank, or raises on all ranks: that it is refused, rank 0 alone sees."""
-    store, key = torch_dist.distributed_c10d._get_default_store(), f"any rank/{call.dtype}/{call.strided}"
-    if call.rank == 0:
+    store, key = torch_dist.distributed_c10d._get_default_store(), f"any rank/{trial.dtype}/{trial.strided}"
+    if trial.rank == 0:
         try:
-            work = torch_dist.irecv(call.blank(1).tensor)
+            work = torch_dist.irecv(trial.blank(1).tensor)
         except Exception as error:
             store.set(key, f"refused: {error}")
             raise
@@ -209,56 +203,56 @@ def _first_from_any_rank(call: Call) -> None:
     said = bytes(store.get(key)).decode()
     if said != "begun":
         raise NotImplementedError(said)
-    if call.rank == 1:
-        torch_dist.send(call.place(call.of(1, 1)).tensor, 0)
+    if trial.rank == 1:
+        torch_dist.send(trial.place(trial.of(1, 1)).tensor, 0)
 
 
-def _recv_any_source(call: Call) -> Differences:
-    _first_from_any_rank(call)
-    for _, count, layout, _ in call.cases():
-        if call.rank:
-            torch_dist.send(call.place(call.of(call.rank, count), layout).tensor, 0)
+def _recv_any_source(trial: Trial) -> Differences:
+    _first_from_any_rank(trial)
+    for _, count, layout, _ in trial.cases():
+        if trial.rank:
+            torch_dist.send(trial.place(trial.of(trial.rank, count), layout).tensor, 0)
         seen = set()
-        for _ in range(call.size - 1 if call.rank == 0 else 0):
-            output = call.blank(count, layout)
+        for _ in range(trial.size - 1 if trial.rank == 0 else 0):
+            output = trial.blank(count, layout)
             source = torch_dist.recv(output.tensor)
             seen.add(source)
-            yield same(output.tensor, call.of(source, count))
+            yield same(output.tensor, trial.of(source, count))
             yield _margin(output)
-        if call.rank == 0 and seen != set(range(1, call.size)):
+        if trial.rank == 0 and seen != set(range(1, trial.size)):
             yield f"messages were received from ranks {sorted(seen)}"
         torch_dist.barrier()  # else the next message of a rank could come before another's first
 
 
-def _batch_isend_irecv(call: Call) -> Differences:
-    following, previous = (call.rank + 1) % call.size, (call.rank - 1) % call.size
-    for _, count, layout, _ in call.cases():
-        output = call.blank(count, layout)
-        mine = call.place(call.of(call.rank, count), layout)
+def _batch_isend_irecv(trial: Trial) -> Differences:
+    following, previous = (trial.rank + 1) % trial.size, (trial.rank - 1) % trial.size
+    for _, count, layout, _ in trial.cases():
+        output = trial.blank(count, layout)
+        mine = trial.place(trial.of(trial.rank, count), layout)
         operations = [
             torch_dist.P2POp(torch_dist.isend, mine.tensor, following),
             torch_dist.P2POp(torch_dist.irecv, output.tensor, previous),
         ]
         for work in torch_dist.batch_isend_irecv(operations):
             work.wait()
-        yield same(output.tensor, call.of(previous, count))
+        yield same(output.tensor, trial.of(previous, count))
         yield _margin(output)
 
 
-def _barrier(call: Call) -> Differences:  # noqa: ARG001
+def _barrier(trial: Trial) -> Differences:  # noqa: ARG001
     torch_dist.barrier()
     _done(torch_dist.barrier(async_op=True))
     yield None
 
 
-def _objects(call: Call) -> Differences:
-    gathered: list[object] = [None] * call.size
-    torch_dist.all_gather_object(gathered, {"rank": call.rank, "text": "x" * call.rank})
-    if gathered != [{"rank": rank, "text": "x" * rank} for rank in range(call.size)]:
+def _objects(trial: Trial) -> Differences:
+    gathered: list[object] = [None] * trial.size
+    torch_dist.all_gather_object(gathered, {"rank": trial.rank, "text": "x" * trial.rank})
+    if gathered != [{"rank": rank, "text": "x" * rank} for rank in range(trial.size)]:
         yield f"all_gather_object gave {gathered}"
-    shared = [("from", call.rank)]
-    torch_dist.broadcast_object_list(shared, src=call.size - 1)
-    if shared != [("from", call.size - 1)]:
+    shared = [("from", trial.rank)]
+    torch_dist.broadcast_object_list(shared, src=trial.size - 1)
+    if shared != [("from", trial.size - 1)]:
         yield f"broadcast_object_list gave {shared}"
 
 
@@ -280,8 +274,8 @@ MOVING: dict[str, Examine] = {
     one.name: partial(_collective, one) for one in _COLLECTIVES if not one.reduces
 } | {
     "batch_isend_irecv": _batch_isend_irecv,
-    "isend, recv": _send_recv,
-    "isend, recv, tagged": _send_recv_tagged,
+    "isend, recv": _messages,
+    "isend, recv, tagged": partial(_messages, tagged=True),
     "recv from any rank": _recv_any_source,
 }
 """Functions that hand data on as it is."""

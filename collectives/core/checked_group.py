@@ -72,6 +72,10 @@ class CheckedGroup(ForwardingGroup):
         return getattr(self.inner, name)
 
     @property
+    def _unchecked(self) -> ProcessGroup:
+        return self.inner
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the inner group can do."""
         return self.inner.capabilities

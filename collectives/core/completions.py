@@ -7,12 +7,12 @@ more than are busy, as far as the system lets threads begin; those that are idle
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 from collections.abc import Callable
 
 import collectives._native as _native
+from collectives.forks import begin_anew_in_children
 from collectives.logs import Log
 from collectives.threads import start_thread
 
@@ -123,10 +123,5 @@ def complete_after(task: _native.HostTask, group: int, complete: _Complete) -> N
     task.notify(group)
 
 
-def _start_over() -> None:
-    """In a forked child, where the threads do not exist."""
-    _threads.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_over)
+begin_anew_in_children(_threads)
 atexit.register(_threads.close)

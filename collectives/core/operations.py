@@ -114,6 +114,33 @@ OPERATIONS = tuple(value for value in list(globals().values()) if isinstance(val
 """All collectives."""
 
 
+@dataclass(frozen=True)
+class Coalesced:
+    """Several collectives of one kind in one call of a group's method, which returns their one Work.
+
+    Attributes:
+        methods: names of the method, as ``torch.distributed.ProcessGroup`` has had it.
+        base: the collective; what a group can do with it, it can do with several.
+    """
+
+    methods: tuple[str, ...]
+    base: Operation
+
+
+COALESCED = (
+    Coalesced(("allgather_coalesced",), ALL_GATHER),
+    Coalesced(("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), ALL_GATHER_INTO_TENSOR),
+    Coalesced(("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), REDUCE_SCATTER_TENSOR),
+)
+"""The methods for several collectives; several all-reduces are one collective, with a row of its own."""
+
+METHODS = (
+    *(operation.methods for operation in OPERATIONS if operation.methods),
+    *(several.methods for several in COALESCED),
+)
+"""The names of each method of a group that issues collectives, as torch has had them."""
+
+
 @dataclass(slots=True)
 class Call:
     """A collective that a rank issues, with arguments that were checked.

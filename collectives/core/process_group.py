@@ -77,6 +77,11 @@ class ProcessGroup(BackendInterface):
             ended; a class of :mod:`collectives.errors`, from an operation or its ``Work.wait()``.
     """
 
+    @property
+    def _unchecked(self) -> ProcessGroup:
+        """The group itself, or what a group that compares calls runs them on."""
+        return self
+
     # ---- one way down ----------------------------------------------------------------------------
 
     def call(self, operation: Operation, outputs: Any = None, inputs: Any = None, **about: Any) -> Work:

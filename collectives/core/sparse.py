@@ -65,12 +65,7 @@ def allreduce(
     ]
 
     def add_up() -> None:
-        addends = torch.cat(values)
-        if addends.dtype.itemsize < 4 and addends.is_floating_point():  # one rounding, at the end
-            addends = addends.float()
-        total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(), addends, tensor.shape, check_invariants=False
-        ).coalesce()
+        total = sum_of_rows(indices, values, tensor.shape)
         with torch.no_grad():
             tensor.copy_(total.to(tensor.dtype))
 
@@ -78,6 +73,20 @@ def allreduce(
     if not async_op:
         work.wait()
     return work
+
+
+def sum_of_rows(indices: list[torch.Tensor], values: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """Returns the sum of sparse tensors, coalesced; of small formats in float32, for one rounding at the end.
+
+    Args:
+        indices: of each tensor, a row for each value.
+        values: of each tensor.
+        shape: of the tensors.
+    """
+    addends = torch.cat(values)
+    if addends.dtype.itemsize < 4 and addends.is_floating_point():
+        addends = addends.float()
+    return torch.sparse_coo_tensor(torch.cat(indices).t(), addends, shape, check_invariants=False).coalesce()
 
 
 def _agree(group: ProcessGroup, mine: torch.Tensor, timeout: timedelta | None, who: str) -> list[int]:

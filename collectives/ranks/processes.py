@@ -55,7 +55,7 @@ class RankFailedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class NoAnswer:
+class Unanswered:
     """Stands for the answer of a rank that gave none.
 
     Attributes:
@@ -268,10 +268,10 @@ class RankProcesses(ABC):
     def collect(self, timeout_s: float) -> list[Any]:
         """Returns what each rank answers within ``timeout_s`` seconds, in rank order; ends no rank.
 
-        The answer of a rank that ends or is late is a :class:`NoAnswer`. After a late one the ranks can only
-        be closed: its answer would count as that to the next command.
+        That of a rank that ends or is late is an :class:`Unanswered`. After a late one the ranks can only be
+        closed: its answer would count as that to the next command.
         """
-        answers: list[Any] = [NoAnswer(ended=False)] * self.size
+        answers: list[Any] = [Unanswered(ended=False)] * self.size
         waiting: dict[Any, int] = {connection: rank for rank, connection in self._connections.items()}
         deadline = time.monotonic() + timeout_s
         while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
@@ -280,8 +280,8 @@ class RankProcesses(ABC):
                 try:
                     answer = connection.recv()  # type: ignore[union-attr, call-arg]
                 except (EOFError, ConnectionResetError):
-                    answer = NoAnswer(ended=True)
-                answers[rank] = NoAnswer(ended=True) if isinstance(answer, Failed) else answer
+                    answer = Unanswered(ended=True)
+                answers[rank] = Unanswered(ended=True) if isinstance(answer, Failed) else answer
         return answers
 
     def _ended(self, ended: _Started) -> Failed:

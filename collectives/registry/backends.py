@@ -25,6 +25,8 @@ from collectives.core.capabilities import Capabilities
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import default_pg_timeout
 from collectives.errors import DistBackendError, UnsupportedOperationError
+from collectives.store import PrefixStore
+from collectives.store.joining.world_rendezvous import KEYS, meet_world
 from collectives.time_limits import time_limit
 
 
@@ -267,6 +269,30 @@ def _stated(spec: BackendSpec, name: str) -> Callable[[], Any] | None:
     except ImportError:
         return None
     return found
+
+
+def meet_outside_world(
+    store: Any, rank: int, size: int, backend: str, timeout: timedelta, what: str = "init_process_group"
+) -> GroupOptions:
+    """Waits for all ranks of a group that is in no world; returns what it is made of, with a name of its own.
+
+    Args:
+        store: a store that all ranks reach.
+        rank: this process's rank.
+        size: number of ranks.
+        backend: name of the backend.
+        timeout: time limit for ranks to come and of operations.
+        what: what is to be made, for messages.
+    """
+    digits, part = meet_world(PrefixStore(KEYS, store), rank, size, backend, timeout, what=what)
+    return GroupOptions(
+        store=part,
+        rank=rank,
+        size=size,
+        timeout=timeout,
+        group_name=f"dist2.{digits}",
+        global_ranks=tuple(range(size)),
+    )
 
 
 def create_group(name: str, options: GroupOptions) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""Makes the groups that torch asks for."""
+"""Makes the groups that torch asks for, and makes the world known to torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,34 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.api.debug import checked
+from collectives.api.groups import local_turn
+from collectives.api.world_state import default_group, get_backend, group_record, world
 from collectives.core import profiling
 from collectives.core.arguments.option_records import BackendOptions, is_general
+from collectives.core.forwarding import group_behind
 from collectives.core.operations import BROADCAST
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
-from collectives.registry.backends import GroupOptions, backend_spec, create_group, why_unavailable
+from collectives.registry.backends import (
+    GroupOptions,
+    backend_spec,
+    create_group,
+    meet_outside_world,
+    why_unavailable,
+)
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
-from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
+from collectives.store.joining.world_rendezvous import KEYS, forget_joining, meet_world
 from collectives.time_limits import time_limit
-from collectives.torch_bridge import operators
+from collectives.torch_bridge import operators, register_backend
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.hooks import recorder_wanted
 from collectives.torch_bridge.several_tensors import taken_apart
 from collectives.torch_bridge.work import TorchWork
+
+__all__ = ["register_world_with_torch"]
 
 _VARIABLE = "TORCH_DIST_NAN_CHECK"
 
@@ -147,7 +158,7 @@ def create(
         # Records of a group prove nothing in another one, which may form at once.
         group = f"{backend} group {options.group_id}"
         base = PrefixStore(KEYS, store, scope=f"{group} of {options.global_ranks_in_group}")
-        _, store = join_world(base, rank, size, backend, time_limit(options.timeout), what=group)
+        _, store = meet_world(base, rank, size, backend, time_limit(options.timeout), what=group)
         forget_joining(base, size)
         pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
     # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
@@ -190,19 +201,8 @@ def create_independent(
         pg_options: as of :func:`create`.
         fixed: as of :func:`create`.
     """
-    timeout = time_limit(timeout)
-    digits, store = join_world(
-        PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
-    )
-    about = GroupOptions(
-        store=store,
-        rank=rank,
-        size=size,
-        timeout=timeout,
-        group_name=f"dist2.{digits}",
-        global_ranks=tuple(range(size)),
-        pg_options=_with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}"),
-    )
+    about = meet_outside_world(store, rank, size, backend, time_limit(timeout), f"{backend} group")
+    about.pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
     return _group(name, backend, about)
 
 
@@ -271,7 +271,7 @@ def _part(
         global_ranks=tuple(group.inner.global_ranks[rank] for rank in ranks),
         device_id=group.bound_device_id,
         pg_options=parent.pg_options if options is None or is_general(options) else options,
-        split_from=getattr(group.inner, "inner", group.inner),  # of one that checks its operations
+        split_from=group.inner._unchecked,
         unformed=False,
     )
     return _group(name, backend, about, is_part=True)
@@ -325,3 +325,64 @@ def _with_fixed(given: Any, fixed: Mapping[str, Any], who: str) -> Any:
         if said != value:
             raise ValueError(f"{who}: its name says {field}={value}, but pg_options say {field}={said!r}")
     return {**fields, **fixed} if isinstance(fields, Mapping) else given
+
+
+def register_world_with_torch() -> None:
+    """Makes the default group that of ``torch.distributed`` as well; called by all ranks, does not block.
+
+    Programs that look for the ranks in ``torch.distributed`` then find them: torchmetrics, distributed
+    checkpoints, samplers, device meshes. Both layers use the same group, so that their calls count as one
+    sequence, and ``torch.distributed.new_group`` makes groups on the same store. A second call does nothing.
+
+    :func:`collectives.destroy_process_group` ends both worlds; ``torch.distributed.destroy_process_group``
+    ends the groups of ``torch.distributed.new_group`` and leaves this one usable. After
+    :func:`collectives.shrink_group` of the default group, end torch's world in this way and call this again.
+
+    Raises:
+        ValueError: there is no default group here, or another one in ``torch.distributed``, or several
+            backends other than ``host`` and ``nccl`` make it up.
+
+    Example:
+        In a script that ``torchrun`` starts::
+
+            collectives.init_process_group("host")
+            collectives.register_world_with_torch()
+            assert torch.distributed.get_rank() == collectives.get_rank()
+            collectives.destroy_process_group()
+    """
+    with world.lock:
+        default = default_group()
+        world.refuse_in_child("register_world_with_torch")
+        if torch.distributed.is_initialized():
+            if group_behind(torch.distributed.group.WORLD) is default:
+                return
+            raise ValueError(
+                f"[rank {default.rank()}] register_world_with_torch: torch.distributed has a default group "
+                f"already ({torch.distributed.get_backend()}); end that by "
+                "torch.distributed.destroy_process_group() first"
+            )
+        torch.distributed.init_process_group(
+            _name_in_torch(default.rank(), group_record(default).config.names()),
+            store=PrefixStore(f"torch/{local_turn('world of torch')}", world.store),
+            rank=default.rank(),
+            world_size=default.size(),
+            timeout=default.timeout,
+            pg_options=GroupThatExists(default),
+            device_id=world.device if world.device is not None and world.device.type == "cuda" else None,
+        )
+        world.known_to_torch = True
+
+
+def _name_in_torch(rank: int, backends: list[str]) -> str:
+    """Returns the name of a world's backend in torch, which then knows it, for groups made there later."""
+    if set(backends) <= {"host", "nccl"}:
+        return "collectives"
+    if len(set(backends)) > 1:
+        raise ValueError(
+            f"[rank {rank}] register_world_with_torch: torch has no name for the backend {get_backend()!r}; "
+            'those of one kind are taken, and "cpu:host,cuda:nccl"'
+        )
+    name = f"collectives_{backends[0]}"
+    if not torch.distributed.is_backend_available(name):
+        register_backend(name, backends[0], backend_spec(backends[0]).devices)
+    return name

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils import _python_dispatch as dispatch
 
 from collectives.core.arguments.option_records import REDUCE_OP_CODES
-from collectives.core.operations import OPERATIONS
+from collectives.core.operations import METHODS
 from collectives.torch_bridge.work import TorchWork
 
 _LOCAL = threading.local()
@@ -121,8 +121,8 @@ def _work(result: Any) -> Any:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    **{one.methods[0]: _base(*one.methods) for one in OPERATIONS if one.methods},
-    **{name: _base(name) for name in ("allgather_coalesced", "send", "recv")},
+    **{names[0]: _base(*names) for names in METHODS},
+    **{name: _base(name) for name in ("send", "recv")},
     # not by the base, whose C++ code looks for an override under a second name, too, and finds it
     "all_to_all_single": _all_to_all,
     "recv_anysource": _recv_anysource,

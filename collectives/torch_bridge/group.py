@@ -33,7 +33,7 @@ from collectives.core import operations, profiling
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, GeneralOptions, time_limit_of
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.arguments.validation import overload_arguments
-from collectives.core.operations import OPERATIONS, Operation
+from collectives.core.operations import COALESCED, OPERATIONS, Coalesced, Operation
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.dynamo import leave_uncompiled
@@ -56,19 +56,8 @@ _HAS_INDICES = hasattr(c10d.AllreduceOptions, "sparseIndices")  # since torch 2.
 
 _profiler: Any = torch.autograd.profiler
 
-_RECORDS: dict[str, Any] = {
-    "all_reduce": c10d.AllreduceOptions,
-    "all_reduce_coalesced": c10d.AllreduceCoalescedOptions,
-    "broadcast": c10d.BroadcastOptions,
-    "reduce": c10d.ReduceOptions,
-    "all_gather": c10d.AllgatherOptions,
-    "gather": c10d.GatherOptions,
-    "scatter": c10d.ScatterOptions,
-    "reduce_scatter": c10d.ReduceScatterOptions,
-    "all_to_all": c10d.AllToAllOptions,
-    "barrier": c10d.BarrierOptions,
-}
-"""torch's option record of each collective."""
+_RECORDS = {name.lower(): kind for name, kind in vars(c10d).items() if name.endswith("Options")}
+"""torch's option records by their names, such as ``"allreduceoptions"``."""
 
 _OTHER_NAMES: dict[Operation, dict[str, str]] = {
     operations.REDUCE_SCATTER: {"input_tensor": "input_tensors"},
@@ -486,9 +475,7 @@ class TorchGroup(HookedGroup):
         done.outputs = () if output is None else output
         return done
 
-    def _message(
-        self, name: str, event: str, tensors: Any, peer: int | None, tag: int, method: Callable[..., Work]
-    ) -> TorchWork:
+    def _message(self, name: str, tensors: Any, peer: int | None, tag: int) -> TorchWork:
         """Issues a message, by the fast path of the inner group where that takes it."""
         where = () if peer is None else (peer,)
         if dispatch_modes.possible():
@@ -499,7 +486,8 @@ class TorchGroup(HookedGroup):
             work = self._fast_message(name == "send", _only(tensors), peer, tag)
             if work is not None:
                 return work
-        return self._issue(event, tensors, method, _only(tensors), *where, tag)
+        event = "recvAnySource" if peer is None else name
+        return self._issue(event, tensors, getattr(self.inner, name), _only(tensors), *where, tag)
 
     def _fast_message(self, sends: bool, tensor: Any, peer: int, tag: int) -> TorchWork | None:
         work = self.inner.fast_message(sends, tensor, peer, tag, True)
@@ -592,16 +580,15 @@ class TorchGroup(HookedGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
-        return self._message("send", "send", tensors, dstRank, tag, self.inner.send)
+        return self._message("send", tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
-        return self._message("recv", "recv", tensors, srcRank, tag, self.inner.recv)
+        return self._message("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
-        inner = self.inner.recv_anysource
-        return self._message("recv_anysource", "recvAnySource", tensors, None, tag, inner)
+        return self._message("recv_anysource", tensors, None, tag)
 
     recvAnysource = recv_anysource
 
@@ -631,10 +618,16 @@ def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
     return method
 
 
+def _option_record(operation: Operation) -> Any:
+    """Returns torch's option record of a collective: its own, or that of the core's collective."""
+    own, other = (f"{name.replace('_', '')}options" for name in (operation.name, operation.collective))
+    return _RECORDS.get(own) or _RECORDS[other]
+
+
 def _collective(operation: Operation) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for a collective."""
     name, event, opcode = operation.methods[0], operation.collective, operation.opcode
-    kind, reduces, rooted = _RECORDS.get(operation.name, _RECORDS[event]), operation.reduces, operation.rooted
+    kind, reduces, rooted = _option_record(operation), operation.reduces, operation.rooted
     operands = 0 if operation is operations.BARRIER else 1 if operation.in_place else 2
     two = operands == 2
     place = 4 if operation is operations.ALL_TO_ALL_SINGLE else operands
@@ -693,8 +686,9 @@ _IS_PLAIN: dict[Operation, Callable[[tuple[Any, ...]], bool]] = {
 """Tells of torch's form of a call whether it has nothing that the fast path does not know."""
 
 
-def _several(name: str, event: str) -> Callable[..., TorchWork]:
+def _coalesced(several: Coalesced) -> Callable[..., TorchWork]:
     """Returns the method of :class:`TorchGroup` for several collectives in one call."""
+    name = several.methods[0]
 
     def method(self: TorchGroup, *args: Any, **named: Any) -> TorchWork:
         if dispatch_modes.possible() and not named:
@@ -702,7 +696,7 @@ def _several(name: str, event: str) -> Callable[..., TorchWork]:
             if done := dispatch_modes.issue_by_operator(self, name, *given):
                 return done
         tensors = args[1] if len(args) > 1 else [*named.values()]
-        return self._issue(event, tensors, getattr(self.inner, name), *args, **named)
+        return self._issue(several.base.collective, tensors, getattr(self.inner, name), *args, **named)
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"See :meth:`collectives.ProcessGroup.{name}`."
@@ -714,13 +708,10 @@ for _operation in OPERATIONS:
         _method = _collective(_operation)
         for _name in _operation.methods:
             setattr(TorchGroup, _name, _method)
-for _names, _event in (
-    (("allgather_coalesced",), "all_gather"),
-    (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), "all_gather"),
-    (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), "reduce_scatter"),
-):
-    for _name in _names:
-        setattr(TorchGroup, _name, _several(_names[0], _event))
+for _several in COALESCED:
+    _method = _coalesced(_several)
+    for _name in _several.methods:
+        setattr(TorchGroup, _name, _method)
 for _name, _instead in _NOT_OFFERED.items():
     setattr(TorchGroup, _name, _refusal(_name, _instead))
 leave_uncompiled(TorchGroup)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from collectives.core.operations import OPERATIONS
+from collectives.core.operations import METHODS
 from collectives.core.process_group import ProcessGroup
 from collectives.dynamo import leave_uncompiled
 from collectives.logs import Log
@@ -73,9 +73,7 @@ class CompletedOperation:
 
 
 _TYPES = {
-    **{one.methods[0]: one.methods[-1] for one in OPERATIONS if one.methods},
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    **{names[0]: names[-1] for names in METHODS},
     "recv_anysource": "recvanysource",
 }
 """Names of operations among torch's ``OpType``, where they are not those of the methods."""

@@ -25,7 +25,7 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
-from collectives.core.operations import BARRIER, OPERATIONS
+from collectives.core.operations import BARRIER, METHODS
 from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
@@ -55,11 +55,8 @@ def _op(script: Any) -> ours.ReduceOp:
 
 
 _OPERATORS = {
-    **{f"{one.methods[-1]}_": one.methods[0] for one in OPERATIONS if one.methods and one is not BARRIER},
+    **{f"{names[-1]}_": names[0] for names in METHODS if names != BARRIER.methods},
     "barrier": "barrier",
-    "allgather_coalesced_": "allgather_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_single_coalesced",
     "monitored_barrier_": "monitored_barrier",
     "send": "send",
     "recv_": "recv",

@@ -18,6 +18,7 @@ from torch import nn
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError, Work
 from collectives.core.operations import ALL_REDUCE, ALL_REDUCE_COALESCED
+from collectives.core.sparse import sum_of_rows
 from collectives.core.work import CoalescedWork, FinishingWork
 from collectives.ddp.module.arguments import Settings
 
@@ -268,12 +269,9 @@ def _gather_rows(
         for work in works:
             work.wait()
         places = [slice(rank * longest, rank * longest + count) for rank, count in enumerate(counts)]
-        rows = torch.cat([all_values[place] for place in places])
-        if rows.dtype.itemsize < 4:  # one rounding, at the end
-            rows = rows.float()
-        summed = torch.sparse_coo_tensor(
-            torch.cat([all_indices[place] for place in places]).t(), rows, shape, check_invariants=False
-        ).coalesce()
+        summed = sum_of_rows(
+            [all_indices[place] for place in places], [all_values[place] for place in places], shape
+        )
         mean = summed.values().div_(divisor).to(all_values.dtype)
         return torch.sparse_coo_tensor(
             summed.indices(), mean, shape, is_coalesced=True, check_invariants=False

@@ -30,7 +30,7 @@ from collectives.store.records import (
     record_of,
     written,
 )
-from collectives.store.waiting import delete_keys, missing_text, peek, root_of, wait_for_keys
+from collectives.store.waiting import compare_set, delete_keys, missing_text, peek, root_of, wait_for_keys
 from collectives.time_limits import left_until
 
 _LOOK_AGAIN = timedelta(milliseconds=200)
@@ -175,10 +175,7 @@ def _records_of_some(store: Any, key: str, unread: deque[int], check: Callable[[
     found = {}
     for one in [unread.popleft() for _ in range(min(len(unread), _AT_A_TIME))]:
         record = f"{key}/{one}"
-        try:
-            value = peek(store, record)
-        except (NotImplementedError, AttributeError):  # a user's store may lack it
-            return {}
+        value = peek(store, record)
         if value is None:
             unread.append(one)
         else:
@@ -222,19 +219,21 @@ def forget(store: Any, keys: Iterable[str]) -> None:
     delete_keys(store, [f"{key}/outcome" for key in keys])
 
 
-def fail(store: Any, key: str, size: int, error: DistError) -> DistError:
+def fail(store: Any, key: str, size: int | None, error: DistError) -> DistError:
     """Lets what ranks do together fail for all, who look by :func:`told`; returns the first error.
 
     Args:
         store: the ranks' store.
         key: prefix of the keys, new for each time.
-        size: number of ranks, each of which calls this when it has failed, or heard that another one has.
+        size: number of ranks, each of which calls this when it has failed, or heard that another one has, and
+            waits a moment for the others to read why; ``None`` not to wait.
         error: the error, unless another one has been told.
     """
     with contextlib.suppress(Exception):  # the store may have gone
         give_up(store, key, error)
         error = told(store, key) or error
-    _await_readers(store, key, size, error)
+    if size is not None:
+        _await_readers(store, key, size, error)
     return error
 
 
@@ -272,11 +271,8 @@ def _decide(store: Any, key: str, outcome: dict[str, Any]) -> None:
     """Publishes what ranks come to, unless one has done so: all go by the first word."""
     key = f"{key}/outcome"
     value = written(store, key, outcome)
-    try:
-        store.compare_set(key, "", value)
-    except (NotImplementedError, AttributeError):  # a user's store may lack it
-        if not store.check([key]):
-            store.set(key, value)
+    if compare_set(store, key, "", value) is None and not store.check([key]):
+        store.set(key, value)
 
 
 def _outcome(record: Any, read: Callable[[Any], Any]) -> Any:
@@ -422,11 +418,8 @@ def conflict(store: Any, key: str, rank: int, request: str) -> str:
         request: what it asks for, in words.
     """
     mine = written(store, key, [rank, request])
-    try:
-        first = store.compare_set(key, "", mine)
-    except (NotImplementedError, AttributeError):
-        # A user's store may lack compare_set. Then ranks that ask for different groups run into the time
-        # limit instead.
+    first = compare_set(store, key, "", mine)
+    if first is None:  # ranks that ask for different groups run into the time limit instead
         return ""
     other, asked = read(store, key, first, _request)
     if asked == request:

@@ -68,8 +68,8 @@ class KnownListeners:
         return rank not in self._refused, self._due.get(rank, 0.0), rank < self._rank, rank
 
 
-def has_gone(address: Sequence[Any]) -> bool:
-    """Returns whether a process that has listened at an address and port does so no more; blocks a moment."""
+def nobody_listens(address: Sequence[Any]) -> bool:
+    """Returns whether nobody listens any more at an address and port where a process has; blocks a moment."""
     end = time.monotonic() + _REFUSAL_S
     while not (gone := _refuses(address)) and time.monotonic() < end:
         time.sleep(_REFUSAL_S / 8)

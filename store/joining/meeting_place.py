@@ -44,8 +44,8 @@ from collectives.errors import (
 )
 from collectives.forks import call_in_forked_children
 from collectives.secret import SECRET, WAY_OUT, derived_key
-from collectives.store.joining.agreement import at, await_leavers, conflict, exchange, give_up, told
-from collectives.store.joining.known_listeners import KnownListeners, has_gone
+from collectives.store.joining.agreement import at, await_leavers, conflict, exchange, fail, give_up, told
+from collectives.store.joining.known_listeners import KnownListeners, nobody_listens
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import own_user_only, system
 from collectives.store.records import Checked, demand, fetch, fields, publish
@@ -621,13 +621,13 @@ class Invitation:
             yield lambda: told(meeting, _CONNECTED) or self._lost_among(range(members.size))
         except DistError as error:
             root.set_timeout(_TELL_LIMIT)
-            first = _first_error(meeting, error)
+            first = fail(meeting, _CONNECTED, None, error)
             if str(first) != str(error):
                 raise at(self._where, first) from error
             raise
         except BaseException as error:
             root.set_timeout(_TELL_LIMIT)
-            _first_error(meeting, DistBackendError(f"{type(error).__name__}: {error}", self.rank))
+            fail(meeting, _CONNECTED, None, DistBackendError(f"{type(error).__name__}: {error}", self.rank))
             raise
         exchange(
             meeting,
@@ -653,7 +653,7 @@ class Invitation:
             yield
         except DistNetworkError as error:
             first = self._members[0]
-            if self.rank and has_gone((first["host"], first["port"])):
+            if self.rank and nobody_listens((first["host"], first["port"])):
                 raise self._server_lost() from error
             raise
 
@@ -663,14 +663,6 @@ class Invitation:
         except PeerLostError as error:
             return error.with_traceback(None)  # which would keep descriptors open
         return None
-
-
-def _first_error(meeting: PrefixStore, error: DistError) -> DistError:
-    """Has connecting fail for all members, and returns the first one's error: this one, or what is told."""
-    with contextlib.suppress(Exception):  # the store may have gone
-        give_up(meeting, _CONNECTED, error)
-        return told(meeting, _CONNECTED) or error
-    return error
 
 
 def _past_of(store: TCPStore, first: str) -> PrefixStore:

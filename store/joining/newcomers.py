@@ -302,10 +302,7 @@ def _keys_of(number: int) -> list[str]:
 
 def _peek(store: PrefixStore, key: str, check: Callable[[Any], Any]) -> Any:
     """Returns a record, checked; ``None`` where it is not there."""
-    try:
-        value = peek(store, key)
-    except (NotImplementedError, AttributeError):  # a user's store may lack what that takes
-        value = bytes(store.get(key)) if store.check([key]) else None
+    value = peek(store, key, by_get=True)
     return None if value is None else read(store, key, value, check)
 
 

@@ -28,7 +28,10 @@ class Standby:
 
     Attributes:
         server: the rank that serves the world's store; -1 where none does, so that the store stays.
+        owns_store: whether the world's store ends with this.
     """
+
+    owns_store = False
 
     def __init__(self, store: Any) -> None:
         """Listens where the store is a :class:`~collectives.TCPStore` that another process serves.
@@ -128,6 +131,8 @@ class MetWorld:
         place: where this process is found.
         handles: of all members, by rank; the first serves the store.
     """
+
+    owns_store = True
 
     def __init__(self, place: MeetingPlace, handles: Sequence[str]) -> None:
         self.server = 0

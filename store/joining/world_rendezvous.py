@@ -42,7 +42,6 @@ from collectives.store.records import (
     error_of,
     fetch,
     fields,
-    next_key,
     publish,
     publish_all,
     record_of,
@@ -96,7 +95,7 @@ _MOST_ATTEMPTS = 1000
 log = Log()
 
 
-def join_world(
+def meet_world(
     store: Any,
     rank: int,
     size: int,
@@ -152,9 +151,8 @@ def join_world(
 
 def _follow(store: Any, about: Checked, timeout: timedelta, where: str) -> tuple[str, Checked]:
     """Any other rank: attempts to join until rank 0 calls it; returns what :func:`_meet` does."""
-    rank, key = about["rank"], next_key(store, _ATTEMPTS)
-    attempt = int(key.rpartition("/")[2])
-    call = f"join/call/{attempt}"
+    rank, attempt = about["rank"], int(store.add(_ATTEMPTS, 1))
+    key, call = f"{_ATTEMPTS}/{attempt}", f"join/call/{attempt}"
     publish(store, key, about)
 
     def why(ranks: Sequence[int], died: bool) -> DistError:  # noqa: ARG001 - nobody tells
@@ -358,7 +356,7 @@ def _where_met(store: Any) -> str:
 
 
 class _Coordinator:
-    """Rank 0's part of :func:`join_world`.
+    """Rank 0's part of :func:`meet_world`.
 
     Args:
         store: the store.

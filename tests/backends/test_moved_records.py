@@ -21,7 +21,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.store import HashStore, PrefixStore, TCPStore
 from collectives.store.joining.agreement import join_group
 from collectives.store.joining.standby import Standby
-from collectives.store.joining.world_rendezvous import join_world
+from collectives.store.joining.world_rendezvous import meet_world
 from collectives.store.process import current_process
 from collectives.store.records import publish
 
@@ -204,11 +204,11 @@ def test_answers_to_another_attempt_join_no_world(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
     former, later = KeptStore(), HashStore()
     with ThreadPoolExecutor(2) as ranks:
-        worlds = ranks.map(lambda rank: join_world(former, rank, 2, "x", LIMIT)[0], range(2))
+        worlds = ranks.map(lambda rank: meet_world(former, rank, 2, "x", LIMIT)[0], range(2))
         assert len(set(worlds)) == 1
     later.set("join/call/1", former.get("join/call/1"))
     with pytest.raises(DistStoreError, match=r"'join/call/1' an answer to another process"):
-        join_world(later, 1, 2, "x", LIMIT)
+        meet_world(later, 1, 2, "x", LIMIT)
 
 
 def test_the_next_store_of_another_world_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from collectives.errors import DistBackendError
 from collectives.store import HashStore
 from collectives.store.joining import world_rendezvous
 from collectives.store.joining.agreement import join_group
-from collectives.store.joining.world_rendezvous import join_world
+from collectives.store.joining.world_rendezvous import meet_world
 from collectives.store.records import (
     Announcements,
     as_bytes,
@@ -31,7 +31,6 @@ from collectives.store.records import (
     error_of,
     fetch_all,
     fields,
-    next_key,
     publish,
     publish_all,
     read,
@@ -87,7 +86,7 @@ def test_texts_and_bytes_are_checked() -> None:
 
 
 def join_on_threads(store: HashStore, size: int) -> list[Any]:
-    return on_ranks(size, lambda rank: join_world(store, rank, size, "host", LONG)[0])
+    return on_ranks(size, lambda rank: meet_world(store, rank, size, "host", LONG)[0])
 
 
 def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,7 @@ def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) 
     assert first == second
     store.set("join/call/2", "null")  # an attacker's word for rank 1's next attempt
     with pytest.raises(DistStoreError, match="'join/call/2' is not proved"):
-        join_world(store, 1, 2, "host", LONG)
+        meet_world(store, 1, 2, "host", LONG)
 
 
 def test_a_group_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +168,7 @@ class PoorStore(HashStore):
 
 
 def announce(store: HashStore, text: str) -> None:
-    publish(store, next_key(store, "news"), text)
+    publish(store, f"news/{store.add('news', 1)}", text)
 
 
 @pytest.mark.parametrize("kind", [HashStore, PoorStore])
@@ -188,7 +187,7 @@ def test_records_are_told_once_with_their_numbers(kind: type[HashStore]) -> None
 def test_a_record_that_is_late_holds_up_no_other() -> None:
     store = HashStore()
     news = Announcements(store, "news", 9)
-    late = next_key(store, "news")
+    late = f"news/{store.add('news', 1)}"
     announce(store, "b")
     assert (news.new(as_text), news.late) == ({2: "b"}, [1])
     publish(store, late, "a")

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from collectives.forks import begin_anew_in_children
 from collectives.logs import Log
 from collectives.store.process import current_process
 
@@ -92,13 +93,7 @@ class _Groups:
 groups = _Groups()
 """All groups of this process."""
 
-
-def _start_over() -> None:
-    """In a forked child, which is no member of its parent's groups."""
-    groups.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_over)
+begin_anew_in_children(groups)
 
 
 def snapshot(reason: str) -> dict[str, Any]:

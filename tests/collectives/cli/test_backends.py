@@ -14,11 +14,10 @@ from collectives.cli.backends import (
     REDUCTIONS,
     columns,
     data_types,
-    markdown,
-    plain_text,
     short_tables,
     statements,
 )
+from collectives.cli.tables import markdown, plain_text
 from collectives.core.capabilities import OPERATIONS, Capabilities, by_device, in_common
 from collectives.registry.backends import capabilities_of
 
@@ -63,33 +62,27 @@ def test_every_data_type_of_torch_is_there_once() -> None:
 
 
 def test_short_tables_name_who_can() -> None:
-    functions, reductions, moves = short_tables(FOUND)
-    assert functions.header == ("function", "cpu:one", "cuda:other")
-    assert functions.rows == (
+    functions, reductions, (_, *moves) = short_tables(FOUND)
+    assert functions == [
+        ("function", "cpu:one", "cuda:other"),
         ("recv_anysource", "yes", "-"),
         ("every other function", "yes", "yes"),
         ("parts of different sizes", "yes", "yes"),
         ("tags of messages", "yes", "-"),
-    )
-    assert reductions.header == (
-        "reductions of",
-        "SUM",
-        "AVG",
-        "PRODUCT, MIN, MAX, BOR, BXOR, PREMUL_SUM",
-        "BAND",
-    )
-    assert reductions.rows == (
+    ]
+    assert reductions == [
+        ("reductions of", "SUM", "AVG", "PRODUCT, MIN, MAX, BOR, BXOR, PREMUL_SUM", "BAND"),
         ("int8, int16", "cpu:one", "-", "-", "cpu:one"),
         ("float32", "all", "cpu:one", "-", "-"),
-    )
-    assert moves.rows[0] == ("int8, float32", "all") or moves.rows[1] == ("int8, float32", "all")
-    assert {row[1] for row in moves.rows} == {"all", "cpu:one"}
+    ]
+    assert ("int8, float32", "all") in moves[:2]
+    assert {row[1] for row in moves} == {"all", "cpu:one"}
 
 
 def test_few_that_cannot_are_named_instead_of_those_that_can() -> None:
-    functions, _, moves = short_tables({**FOUND, "cpu:third": ONE})
-    assert {row[1] for row in moves.rows} == {"all", "all but cuda:other"}
-    assert functions.rows[0] == ("recv_anysource", "yes", "-", "yes")
+    functions, _, (_, *moves) = short_tables({**FOUND, "cpu:third": ONE})
+    assert {row[1] for row in moves} == {"all", "all but cuda:other"}
+    assert functions[1] == ("recv_anysource", "yes", "-", "yes")
 
 
 def test_the_whole_table_has_a_statement_for_everything() -> None:
@@ -108,7 +101,7 @@ def test_forms_of_a_table() -> None:
     functions = short_tables(FOUND)[0]
     assert (
         plain_text(functions).splitlines()[0]
-        == f"function{' ' * (len(functions.rows[2][0]) - 8)}  cpu:one  cuda:other"
+        == f"function{' ' * (len(functions[3][0]) - 8)}  cpu:one  cuda:other"
     )
     assert markdown(functions).splitlines()[1] == "|---|---|---|"
 

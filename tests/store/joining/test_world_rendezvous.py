@@ -28,14 +28,14 @@ from collectives.store.waiting import wait_for_keys
 LIMIT = timedelta(seconds=30)
 
 
-def join_world(*arguments: Any) -> str:
+def meet_world(*arguments: Any) -> str:
     """Joins a world; returns its digits."""
-    return world_rendezvous.join_world(*arguments)[0]
+    return world_rendezvous.meet_world(*arguments)[0]
 
 
 def world_of(store: Any, size: int, **different: int) -> list[Any]:
     """Lets ranks join; ``different`` has the sizes that single ranks give, as ``rank1=3``."""
-    return on_ranks(size, lambda r: join_world(store, r, different.get(f"rank{r}", size), "x", LIMIT))
+    return on_ranks(size, lambda r: meet_world(store, r, different.get(f"rank{r}", size), "x", LIMIT))
 
 
 def one_world(joined: list[Any]) -> str:
@@ -83,7 +83,7 @@ def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
     one_world(world_of(store, 2))
     # The same in the life after that: it was called, and died before it answered.
     announce_attempt(store, 1)
-    (alone,) = on_threads(lambda: join_world(store, 0, 2, "x", timedelta(milliseconds=300)))
+    (alone,) = on_threads(lambda: meet_world(store, 0, 2, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
     assert str(alone).startswith("[rank 0] init_process_group: rank 1 did not come within 0.3 s")
     one_world(world_of(store, 2))
@@ -123,8 +123,8 @@ def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
 
     def try_twice(rank: int) -> str:
         with pytest.raises(ValueError, match="the ranks differ in world_size"):
-            join_world(store, rank, 2 + rank, "x", LIMIT)
-        return join_world(store, rank, 2, "x", LIMIT)
+            meet_world(store, rank, 2 + rank, "x", LIMIT)
+        return meet_world(store, rank, 2, "x", LIMIT)
 
     one_world(on_ranks(2, try_twice))
 
@@ -132,7 +132,7 @@ def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
 def test_missing_ranks_are_named_to_those_who_came() -> None:
     store = dist.HashStore()
     short = timedelta(milliseconds=300)
-    errors = on_threads(*(lambda r=r: join_world(store, r, 5, "x", short) for r in (0, 2)))  # type: ignore[misc]
+    errors = on_threads(*(lambda r=r: meet_world(store, r, 5, "x", short) for r in (0, 2)))  # type: ignore[misc]
     for rank, error in zip((0, 2), errors, strict=True):
         assert isinstance(error, dist.DistStoreError)
         assert str(error).startswith(
@@ -249,7 +249,7 @@ def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
     store = dist.HashStore()
 
     def live(rank: int) -> None:
-        digits = join_world(store, rank, 3, "host", LIMIT)
+        digits = meet_world(store, rank, 3, "host", LIMIT)
         leave_world(PrefixStore(digits, store), rank)
 
     counts = []
@@ -275,7 +275,7 @@ def test_what_no_rank_publishes_is_refused(value: str) -> None:
     store = HashStore()
     store.set("join/call/1", value)
     with pytest.raises(DistStoreError, match=r"something unusable under 'join/call/1'"):
-        join_world(store, 1, 2, "host", timedelta(seconds=5))
+        meet_world(store, 1, 2, "host", timedelta(seconds=5))
 
 
 @pytest.mark.usefixtures("waits_briefly")
@@ -286,7 +286,7 @@ def test_rank_0_refuses_what_no_rank_publishes(key: str, value: str) -> None:
     announce_attempt(store, 1)
     store.set(key, value)
     with pytest.raises(DistStoreError, match=f"something unusable under '{key}'"):
-        join_world(store, 0, 2, "host", timedelta(seconds=5))
+        meet_world(store, 0, 2, "host", timedelta(seconds=5))
 
 
 def test_rank_0_refuses_more_attempts_than_there_can_be_before_it_reads_them() -> None:
@@ -295,7 +295,7 @@ def test_rank_0_refuses_more_attempts_than_there_can_be_before_it_reads_them() -
     with pytest.raises(
         DistStoreError, match=f"'join/attempt' of the store counts {1 << 40} announcements after 0"
     ):
-        join_world(store, 0, 2, "host", timedelta(seconds=5))
+        meet_world(store, 0, 2, "host", timedelta(seconds=5))
 
 
 def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
@@ -304,9 +304,9 @@ def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
 
     def come_later() -> str:
         store.wait([f"join/call/{older}"], LIMIT)
-        return join_world(store, 1, 2, "x", LIMIT)
+        return meet_world(store, 1, 2, "x", LIMIT)
 
-    one_world(on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later))
+    one_world(on_threads(lambda: meet_world(store, 0, 2, "x", LIMIT), come_later))
     refusal = store.get(f"join/call/{older}").decode()
     assert re.search(r"two processes have come as rank 1: \S+ is taken for it, and host:1 refused", refusal)
 
@@ -322,11 +322,11 @@ def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
 
     def come_second() -> str:
         wait_for_key(store, "/join/1")
-        return join_world(store, 1, 3, "x", LIMIT)
+        return meet_world(store, 1, 3, "x", LIMIT)
 
     short = timedelta(seconds=1)
     alone, first, second = on_threads(
-        lambda: join_world(store, 0, 3, "x", short), lambda: join_world(store, 1, 3, "x", LIMIT), come_second
+        lambda: meet_world(store, 0, 3, "x", short), lambda: meet_world(store, 1, 3, "x", LIMIT), come_second
     )
     for error in (alone, first):
         assert isinstance(error, dist.DistStoreError)
@@ -353,7 +353,7 @@ def test_who_comes_when_the_world_is_made_is_told_so(
     store = dist.HashStore()
     one_world(world_of(store, 2))
     with pytest.raises(DistStoreError, match=re.escape(f"rank 0 did not answer within 0.2 s; {why}")):
-        join_world(store, rank, 3, "x", timedelta(milliseconds=200))
+        meet_world(store, rank, 3, "x", timedelta(milliseconds=200))
     assert f"[rank {rank}] init_process_group: rank 0 has not answered for 0.05 s; {why}" in caplog.text
 
 
@@ -362,7 +362,7 @@ def test_who_has_left_a_world_may_come_early_to_the_next(monkeypatch: pytest.Mon
     store = dist.HashStore()
     leave_world(PrefixStore(one_world(world_of(store, 2)), store), 1)
     with pytest.raises(DistStoreError, match="either it did not come, or it has taken another process"):
-        join_world(store, 1, 2, "x", timedelta(milliseconds=200))
+        meet_world(store, 1, 2, "x", timedelta(milliseconds=200))
 
 
 @pytest.mark.usefixtures("waits_briefly")
@@ -370,7 +370,7 @@ def test_all_hear_of_what_no_rank_publishes_and_may_try_again() -> None:
     store = dist.HashStore()
     number = announce_attempt(store, 2)
     store.set(f"join/attempt/{number}", "nonsense")
-    for error in on_ranks(2, lambda r: join_world(store, r, 3, "x", LIMIT)):
+    for error in on_ranks(2, lambda r: meet_world(store, r, 3, "x", LIMIT)):
         assert isinstance(error, DistStoreError)
         assert "init_process_group: the store holds something unusable under 'join/" in str(error)
     assert store.check([f"join/call/{number}"])
@@ -385,9 +385,9 @@ def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
         nonce = json.loads(store.get("join/attempt/1"))["nonce"]
         store.set("join/call/1", json.dumps({"nonce": nonce, "world": digits}))
         store.wait([f"{digits}/join/1"], LIMIT)
-        return join_world(store, 0, 2, "x", LIMIT)
+        return meet_world(store, 0, 2, "x", LIMIT)
 
-    one_world(on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)))
+    one_world(on_threads(come_as_rank_0, lambda: meet_world(store, 1, 2, "x", LIMIT)))
     assert not [key for key in store.list_keys() if key.startswith(digits)]
 
 
@@ -397,7 +397,7 @@ def test_every_rank_may_come_as_late_as_rank_0_allows(monkeypatch: pytest.Monkey
 
     def come_after(seconds: float, rank: int) -> str:
         time.sleep(seconds)
-        return join_world(store, rank, 3, "x", limit)
+        return meet_world(store, rank, 3, "x", limit)
 
     one_world(
         on_threads(lambda: come_after(1.4, 0), lambda: come_after(0, 1), lambda: come_after(2.8, 2)),
@@ -411,15 +411,15 @@ def test_a_rank_that_gave_up_before_rank_0_may_come_again(monkeypatch: pytest.Mo
     def come_twice() -> str:
         store.wait(["join/attempts/0"], LIMIT)
         with pytest.raises(DistStoreError, match="ranks 0, 2 did not come within"):
-            join_world(store, 1, 3, "x", timedelta(milliseconds=300))
+            meet_world(store, 1, 3, "x", timedelta(milliseconds=300))
         assert not store.check(["join/attempt/1"])
-        return join_world(store, 1, 3, "x", LIMIT)
+        return meet_world(store, 1, 3, "x", LIMIT)
 
     def come_last() -> str:
         store.wait(["join/attempt/2"], LIMIT)
-        return join_world(store, 2, 3, "x", LIMIT)
+        return meet_world(store, 2, 3, "x", LIMIT)
 
-    one_world(on_threads(lambda: join_world(store, 0, 3, "x", LIMIT), come_twice, come_last))
+    one_world(on_threads(lambda: meet_world(store, 0, 3, "x", LIMIT), come_twice, come_last))
 
 
 def test_nothing_of_joining_is_left_but_numbers() -> None:
@@ -434,7 +434,7 @@ def test_a_rank_of_the_next_larger_world_waits_for_it() -> None:
     number = announce_attempt(store, 2)
     one_world(world_of(store, 2))
     assert not store.check([f"join/call/{number}"])
-    (alone,) = on_threads(lambda: join_world(store, 0, 3, "x", timedelta(milliseconds=300)))
+    (alone,) = on_threads(lambda: meet_world(store, 0, 3, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
     assert store.check([f"join/call/{number}"])
 
@@ -446,12 +446,12 @@ def test_what_rank_0_asks_to_form_a_world_does_not_grow_with_the_number_of_ranks
         store = CountedStore("world", plain)
         others = PrefixStore("world", plain)
         waiting = [
-            threading.Thread(target=join_world, args=(others, r, size, "x", LIMIT)) for r in range(1, size)
+            threading.Thread(target=meet_world, args=(others, r, size, "x", LIMIT)) for r in range(1, size)
         ]
         for each in waiting:
             each.start()
         others.wait([f"join/attempt/{size - 1}"], LIMIT)
-        join_world(store, 0, size, "x", LIMIT)
+        meet_world(store, 0, size, "x", LIMIT)
         most.append(store.take()[0])
         for each in waiting:
             each.join()
