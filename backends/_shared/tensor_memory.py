@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -97,7 +97,7 @@ class DenseCall:
         """All stand-ins, whose memory must stay until the collective is done."""
         return (*self.sources, *self.targets)
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[int, int, int, int, int, int, float, int, list[Part], list[Part]]:
         """Returns the first arguments of the core's collectives, from the opcode to the input's parts."""
         call = self._call
         operation = call.operation

@@ -289,14 +289,15 @@ class Recovery:
             bad = {record["pass"] - passes for record, passes in zip(records, good, strict=True)}
             if len({record["pass"] for record in records}) > 1 or len(bad) > 1:
                 report.advice.append(_USED)
-        self._told = ReportExchange(settings, report, self._device).error()
+        error = ReportExchange(settings, report, self._device).error()
+        self._told = GradientSyncError(str(error), error.reasons)  # without frames, which hold the group
         for model in models.values():
-            model.let_go(self._told)
+            model.let_go(error)
         for place, model in models.items():
             counts = [record["models"][place] for record in records if place in record["models"]]
             passes, iterations = zip(*counts, strict=True)
             model.begin_anew(min(passes), max(iterations))
-        return self._told
+        return error
 
     def _renew_others(self, records: Sequence[Mapping[str, Any]], report: ErrorReport) -> None:
         """Connects those other groups anew that a rank used and all of their ranks have."""

@@ -15,7 +15,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 import collectives
-from collectives.ddp import DistributedDataParallel, MixedPrecision
+from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 
@@ -125,3 +125,22 @@ def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used(group):
             assert [type(ref()).__name__ for ref in watched if ref() is not None] == [], way
     finally:
         gc.enable()
+
+
+@on_ranks(2, world=True)
+def test_nothing_keeps_a_group_of_which_a_hook_failed(rank, size):
+    group = collectives.new_group(list(range(size)))
+    ours = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+    def failing(state, bucket):
+        raise ValueError("in the hook")
+
+    ours.register_comm_hook(group, failing if rank == 1 else allreduce_hook)
+    for _ in range(2):
+        with pytest.raises(GradientSyncError):
+            ours(torch.ones(1, 2)).sum().backward()
+    collectives.destroy_process_group(group)
+    watched = weakref.ref(group)
+    del group, ours, failing
+    gc.collect()
+    assert watched() is None
