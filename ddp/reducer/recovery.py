@@ -282,10 +282,11 @@ class Recovery:
         }
         records = gather_records(self._group, mine, self._device)
         self._renew_others(records, report)
+        common = [place for place in models if all(place in record["models"] for record in records)]
         if self._group.is_stream_ordered(self._device):
             self.left_out = max(record["pass"] for record in records)
             # Ranks that raised in later passes, or do not know of earlier errors yet, used what came of them.
-            good = [sum(passes for passes, _ in record["models"].values()) for record in records]
+            good = [sum(record["models"][place][0] for place in common) for record in records]
             bad = {record["pass"] - passes for record, passes in zip(records, good, strict=True)}
             if len({record["pass"] for record in records}) > 1 or len(bad) > 1:
                 report.advice.append(_USED)
@@ -293,10 +294,9 @@ class Recovery:
         self._told = GradientSyncError(str(error), error.reasons)  # without frames, which hold the group
         for model in models.values():
             model.let_go(error)
-        for place, model in models.items():
-            counts = [record["models"][place] for record in records if place in record["models"]]
-            passes, iterations = zip(*counts, strict=True)
-            model.begin_anew(min(passes), max(iterations))
+        for place in common:  # a rank may have given others up
+            passes, iterations = zip(*(record["models"][place] for record in records), strict=True)
+            models[place].begin_anew(min(passes), max(iterations))
         return error
 
     def _renew_others(self, records: Sequence[Mapping[str, Any]], report: ErrorReport) -> None:

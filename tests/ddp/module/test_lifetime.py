@@ -16,7 +16,9 @@ from torch import nn
 
 import collectives
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
+from collectives.ddp.hooks.ddp_zero_hook import hook_with_zero_step
 from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.optim import ZeroRedundancyOptimizer
 
 
 @on_ranks(2, world=True)
@@ -144,3 +146,28 @@ def test_nothing_keeps_a_group_of_which_a_hook_failed(rank, size):
     del group, ours, failing
     gc.collect()
     assert watched() is None
+
+
+@on_ranks(2)
+def test_a_hook_may_fail_while_one_rank_keeps_a_model_that_others_gave_up(group):
+    kept = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    zero = ZeroRedundancyOptimizer(kept.parameters(), torch.optim.SGD, group, overlap_with_ddp=True, lr=0.1)
+    kept.register_comm_hook(group, hook_with_zero_step(allreduce_hook, kept, zero))
+    for _ in range(3):
+        kept(torch.ones(1, 2)).sum().backward()
+    if group.rank() == 1:
+        del kept, zero
+        gc.collect()
+    ours = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    failures = [ValueError("in the hook")]
+
+    def hook(state, bucket):
+        if failures and group.rank() == 1:
+            raise failures.pop()
+        return allreduce_hook(state, bucket)
+
+    ours.register_comm_hook(group, hook)
+    with pytest.raises(GradientSyncError, match="in the hook"):
+        ours(torch.ones(1, 2)).sum().backward()
+    ours.zero_grad()
+    assert averages(ours, group)
