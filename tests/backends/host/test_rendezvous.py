@@ -323,7 +323,7 @@ def go_apart_late(rank: int, size: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous._Forming, "_follow", follow_nobody)
         if rank == 0:
-            patch.setattr(rendezvous, "has_gone", see_the_socket_close)
+            patch.setattr(rendezvous, "socket_has_gone", see_the_socket_close)
         group = ProcessGroupHost(group_store, rank, size, LIMIT, group_name="group")
     tensor = torch.ones(1)
     group.allreduce([tensor]).wait()

@@ -29,12 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives._native as _native
 import collectives.backends.mpi as product
 from collectives import ProcessGroup
-from collectives.backends.mpi import ProcessGroupMPI, cuda
+from collectives.backends._shared import tensor_memory
+from collectives.backends.mpi import ProcessGroupMPI
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.libmpi import CUDA_VARIABLE
 from collectives.core.arguments import staging
 from collectives.core.operations import OPERATIONS
 
-_PRODUCT = (str(Path(product.__file__).parent), staging.__file__)
+_PRODUCT = (str(Path(product.__file__).parent), staging.__file__, tensor_memory.__file__)
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _REDUCES = {operation.opcode for operation in OPERATIONS if operation.reduces}
 
@@ -213,7 +215,7 @@ def cuda_aware() -> Iterator[None]:
             (ProcessGroupMPI, "fast_message", _for_host_only(ProcessGroupMPI.fast_message, 1)),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
-        stack.enter_context(mock.patch.dict(os.environ, {cuda.VARIABLE: "1"}))
+        stack.enter_context(mock.patch.dict(os.environ, {CUDA_VARIABLE: "1"}))
         stack.enter_context(_modes())
         yield
 
