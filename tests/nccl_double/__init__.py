@@ -52,7 +52,7 @@ loaded_from: dict[Path, ctypes.CDLL] = {}
 def build(folder: Path) -> Path:
     """Compiles the double into a folder for what it is made of, unless it is there; returns the library."""
     compiler = os.environ.get("CXX", "c++")
-    sources = sorted(str(source) for source in _SOURCES.glob("*.cpp"))
+    sources = "".join(f'#include "{source}"\n' for source in sorted(_SOURCES.glob("*.cpp")))
     digest = hashlib.sha256(" ".join([compiler, *_FLAGS]).encode())
     for source in sorted(_SOURCES.glob("*.[ch]pp")):
         digest.update(source.read_bytes())
@@ -64,8 +64,8 @@ def build(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes that share the tests compile it once
         if not path.exists():
             new = path.with_suffix(".new")
-            command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), *sources]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), "-x", "c++", "-"]
+            done = subprocess.run(command, input=sources, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
             new.rename(path)
     return path

@@ -21,14 +21,6 @@
 
 namespace nccl_double {
 
-enum Status : int {
-  kSuccess = 0,
-  kUnhandledCudaError = 1,
-  kInternalError = 3,
-  kInvalidArgument = 4,
-  kInvalidUsage = 5,
-};
-
 constexpr unsigned kConfigMagic = 0xcafebeef;
 constexpr int kUndefined = INT_MIN;
 constexpr int kVersion = 23007;

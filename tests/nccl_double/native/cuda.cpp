@@ -11,23 +11,23 @@ using namespace nccl_double;
 
 namespace {
 
-constexpr int kSuccess = 0;
+constexpr int kCudaSuccess = 0;
 constexpr int kInvalidValue = 1;     // cudaErrorInvalidValue
 constexpr int kInvalidHandle = 400;  // cudaErrorInvalidResourceHandle
 constexpr int kNotReady = 600;       // cudaErrorNotReady
 
-thread_local int last_error = kSuccess;
+thread_local int last_cuda_error = kCudaSuccess;
 thread_local bool refuses = false;
 thread_local bool tells = false;
 
 // Returns a status of CUDA for a result of the double's functions, and keeps it as the runtime does.
 int status_of(int result) {
-  const int status = result >= 0 ? kSuccess : result == -1 ? kInvalidHandle : -result;
-  if (status != kSuccess) last_error = status;
+  const int status = result >= 0 ? kCudaSuccess : result == -1 ? kInvalidHandle : -result;
+  if (status != kCudaSuccess) last_cuda_error = status;
   return status;
 }
 
-int failed(int status) { return last_error = status; }
+int failed(int status) { return last_cuda_error = status; }
 
 }  // namespace
 
@@ -59,14 +59,14 @@ int double_tell(int on) {
 int cudaGetDevice(int* device) {
   *device = double_set_device(0);
   double_set_device(*device);
-  return kSuccess;
+  return kCudaSuccess;
 }
 
 int cudaEventCreateWithFlags(std::intptr_t* event, unsigned) {
   if (forbidden_by_a_capture()) return failed(kNotInCapture);
   use_device();
   *event = double_event_create();
-  return kSuccess;
+  return kCudaSuccess;
 }
 
 int cudaEventRecord(std::intptr_t event, std::intptr_t stream) {
@@ -99,7 +99,7 @@ int cudaStreamIsCapturing(std::intptr_t stream, int* capturing) {
   if (!stream_exists(stream)) return failed(kInvalidHandle);
   bool broken = false;
   *capturing = is_captured(stream, &broken) ? (broken ? 2 : 1) : 0;
-  return kSuccess;
+  return kCudaSuccess;
 }
 
 int cudaStreamCreateWithPriority(std::intptr_t* stream, unsigned, int priority) {
@@ -107,22 +107,22 @@ int cudaStreamCreateWithPriority(std::intptr_t* stream, unsigned, int priority) 
   if (priority > 0 || priority < -5) return failed(kInvalidValue);
   use_device();
   *stream = double_stream_create();
-  return kSuccess;
+  return kCudaSuccess;
 }
 
 int cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, std::intptr_t stream) {
   use_device();
   if (!stream_exists(stream)) return failed(kInvalidHandle);
   enqueue(stream, [=] { std::memmove(to, from, bytes); });
-  return kSuccess;
+  return kCudaSuccess;
 }
 
 int cudaThreadExchangeStreamCaptureMode(int* mode) {
   *mode = exchange_capture_mode(*mode);
-  return kSuccess;
+  return kCudaSuccess;
 }
 
-int cudaGetLastError() { return std::exchange(last_error, kSuccess); }
+int cudaGetLastError() { return std::exchange(last_cuda_error, kCudaSuccess); }
 
 const char* cudaGetErrorName(int) { return "an error of the double"; }
 

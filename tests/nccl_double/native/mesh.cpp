@@ -16,7 +16,6 @@
 namespace nccl_double {
 namespace {
 
-constexpr int kSystemError = 2, kInternalError = 3, kRemoteError = 6;
 constexpr int kPollMilliseconds = 5;  // how soon a wait notices that it is to stop
 
 // An address in the abstract namespace, which leaves nothing in the file system.

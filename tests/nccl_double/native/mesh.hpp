@@ -38,6 +38,16 @@ struct Incoming {
   std::size_t bytes;
 };
 
+enum Status : int {
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kSystemError = 2,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+};
+
 // What went wrong between ranks; NCCL would report it as an asynchronous error.
 struct Failure {
   int status;
