@@ -483,23 +483,25 @@ class BackendInterface(Uncompiled, ABC):
                 )
             finally:
                 self._break_for(cause)
-            former = self._rank, self._size, self._generation
-            limit = left_until(end)
-            try:
-                with invitation.agreeing(members, limit) as look:
-                    self._take_members(members, members.store, limit, look)
-            except BaseException as error:
-                self._count_as(*former)
-                failed = GroupAbortedError(
-                    f"rank {self._rank} could not reconfigure the group: {error}",
-                    self._rank,
-                    operation=RECONFIGURE,
-                )
-                with suppress(Exception):
-                    self._break_for(failed)  # what is connected already must not go on without the others
-                with suppress(Exception):
-                    self.abort()
-                raise
+        former = self._rank, self._size, self._generation
+        limit = left_until(end)
+        try:
+            with invitation.blaming_server(), invitation.agreeing(members, limit) as look:
+                self._take_members(members, members.store, limit, look)
+        except BaseException as error:
+            self._count_as(*former)
+            failed = GroupAbortedError(
+                f"rank {self._rank} could not reconfigure the group: {error}",
+                self._rank,
+                operation=RECONFIGURE,
+            )
+            # Others may have gone on, and are to hear of the same death.
+            why: DistError = error if isinstance(error, PeerLostError) else failed
+            with suppress(Exception):
+                self._break_for(why)  # what is connected already must not go on without the others
+            with suppress(Exception):
+                self.abort()
+            raise
         self._become_new(members.store)
         if self._is_part or len({*members.global_ranks}) == members.size:
             self.set_global_ranks(members.global_ranks)
