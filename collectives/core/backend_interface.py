@@ -495,7 +495,7 @@ class BackendInterface(Uncompiled, ABC):
                 self._rank,
                 operation=RECONFIGURE,
             )
-            # Others may have gone on, and are to hear of the same death.
+            # Others wait for this rank, or have gone on, and are to hear of the same death.
             why: DistError = error if isinstance(error, PeerLostError) else failed
             with suppress(Exception):
                 self._break_for(why)  # what is connected already must not go on without the others

@@ -465,6 +465,36 @@ def test_a_first_member_may_leave_at_once() -> None:
     run_world(the_first_leaves_at_once, 2, isolated=True)
 
 
+def the_first_dies_while_ranks_connect(rank, size):
+    """Rank 0, whose process serves the meeting, dies once connected; returns how rank 1 breaks its group."""
+    part = dist.new_group([0, 1])
+    handles = [None] * size
+    dist.all_gather_object(handles, dist.get_reconfigure_handle(part))
+    form, broken = type(part)._form, []
+
+    def connects(self, store, limit, look):
+        form(self, store, limit, look)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # until the store has gone
+            store.set("alive", "")
+            time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(part), "_form", connects)
+        patch.setattr(type(part), "_break_for", lambda self, cause: broken.append(cause))
+        with pytest.raises(dist.PeerLostError) as lost:
+            part.reconfigure("again", handles, LONG)
+    assert lost.value.rank == 0
+    return type(broken[-1]), broken[-1].rank
+
+
+def test_ranks_that_connect_are_told_of_a_first_member_that_died() -> None:
+    """Those who wait for the one that lost the store with it hear of the death, too."""
+    _, told = run_world(the_first_dies_while_ranks_connect, 2, isolated=True, lost=[0])
+    assert told == (dist.PeerLostError, 0)
+
+
 def the_first_changes(rank, size):
     """What rank 0 has served goes once others meet elsewhere."""
     handles = [None] * size
