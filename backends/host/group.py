@@ -16,8 +16,8 @@ from torch.futures import Future
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
+from collectives.backends._shared.dense_call import DenseCall
 from collectives.backends._shared.exit_reasons import abort_reason, exception_behind
-from collectives.backends._shared.tensor_memory import DenseCall
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.threads import HostOptions
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense

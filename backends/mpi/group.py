@@ -21,9 +21,10 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
+from collectives.backends._shared.dense_call import DenseCall
 from collectives.backends._shared.health import MonitoredGroup
 from collectives.backends._shared.operation import Operation, Operations
-from collectives.backends._shared.tensor_memory import DenseCall, Part, as_bytes, byte_count, part_of
+from collectives.backends._shared.tensor_memory import Part, as_bytes, byte_count, part_of
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.rendezvous import make_communicators

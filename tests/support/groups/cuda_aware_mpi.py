@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives._native as _native
 import collectives.backends.mpi as product
 from collectives import ProcessGroup
-from collectives.backends._shared import tensor_memory
+from collectives.backends._shared import dense_call
 from collectives.backends.mpi import ProcessGroupMPI
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.libmpi import CUDA_VARIABLE
 from collectives.core.arguments import staging
 from collectives.core.operations import OPERATIONS
 
-_PRODUCT = (str(Path(product.__file__).parent), staging.__file__, tensor_memory.__file__)
+_PRODUCT = (str(Path(product.__file__).parent), staging.__file__, dense_call.__file__)
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _REDUCES = {operation.opcode for operation in OPERATIONS if operation.reduces}
 
