@@ -141,6 +141,24 @@ def read_in_a_hook() -> None:
         assert order == ["stream", "host", "host"]
 
 
+def behind_a_place() -> None:
+    """A stream waits for the place where an event was recorded, whatever the event is recorded for later."""
+    first, second = pool_stream(), pool_stream()
+    with device().activate(), tensors_on_device():
+        x = torch.zeros(3)
+        with on_a_held_stream() as is_held:
+            x += 1
+            device().order(first, device().current_stream())
+            with device().using(first):
+                x *= 2
+            for event in [device().record(second) for _ in range(3)]:  # one is that which order() had
+                event.synchronize()
+            assert is_held()
+            device().sleep(device().current_stream(), 0.1)
+        device().synchronize(first)
+        assert x.tolist() == [2.0] * 3
+
+
 def refused_at_once() -> None:
     with device().activate(), tensors_on_device():
         for wrong in (
@@ -165,7 +183,14 @@ def fails_later() -> None:
 
 def on_one_rank(rank: int, size: int, path: Path) -> None:
     load(path)
-    for body in (returns_early, needs_values, read_in_a_hook, refused_at_once, fails_later):
+    for body in (
+        returns_early,
+        needs_values,
+        read_in_a_hook,
+        behind_a_place,
+        refused_at_once,
+        fails_later,
+    ):
         body()
 
 

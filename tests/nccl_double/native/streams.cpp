@@ -18,11 +18,35 @@
 
 namespace nccl_double {
 
+// Whether a stream has got to a place that was noted in it.
+class Passage {
+ public:
+  void pass() {
+    const std::lock_guard lock(mutex_);
+    passed_ = true;
+    changed_.notify_all();
+  }
+  bool passed() {
+    const std::lock_guard lock(mutex_);
+    return passed_;
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return passed_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool passed_ = false;
+};
+
 class Event {
  public:
-  // A place in a stream, with its clock; where it was noted in a capture that, and the nodes before it.
+  // A place in a stream, with its clock; where it was noted in a capture that, and the nodes before it. Who
+  // waits for the place keeps its passage: the event may be noted elsewhere meanwhile, and passed there.
   struct Noted {
-    std::uint64_t place = 0;
+    std::shared_ptr<Passage> passage;  // none where nothing was noted in a stream
     Clock clock;
     GraphPtr graph;
     std::set<std::size_t> after;
@@ -33,34 +57,19 @@ class Event {
     noted_.graph = graph;
     noted_.after = std::move(after);
   }
-  std::uint64_t note(Clock clock) {
+  std::shared_ptr<Passage> note(Clock clock) {
     const std::lock_guard lock(mutex_);
-    noted_ = {noted_.place + 1, std::move(clock), nullptr, {}};
-    return noted_.place;
+    noted_ = {std::make_shared<Passage>(), std::move(clock), nullptr, {}};
+    return noted_.passage;
   }
   Noted noted() {
     const std::lock_guard lock(mutex_);
     return noted_;
   }
-  void pass(std::uint64_t place) {
-    const std::lock_guard lock(mutex_);
-    passed_ = passed_ > place ? passed_ : place;
-    changed_.notify_all();
-  }
-  bool has_passed(std::uint64_t place) {
-    const std::lock_guard lock(mutex_);
-    return passed_ >= place;
-  }
-  void wait(std::uint64_t place) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return passed_ >= place; });
-  }
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;
   Noted noted_;
-  std::uint64_t passed_ = 0;
 };
 
 namespace {
@@ -199,7 +208,7 @@ void record(const std::shared_ptr<Event>& event, std::intptr_t stream) {
     event->capture(graph, graph->reached[stream]);
     return;
   }
-  enqueue(stream, [event, place = event->note(clock_of(stream))] { event->pass(place); });
+  enqueue(stream, [passage = event->note(clock_of(stream))] { passage->pass(); });
 }
 
 bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
@@ -207,7 +216,9 @@ bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
   const Event::Noted noted = event->noted();
   if (!graph && !noted.graph) {
     follow(stream, noted.clock);
-    enqueue(stream, [event, place = noted.place] { event->wait(place); });
+    enqueue(stream, [passage = noted.passage] {
+      if (passage) passage->wait();
+    });
     return true;
   }
   if (const GraphPtr& other = noted.graph) {
@@ -217,7 +228,7 @@ bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
       join_capture(stream, other);
       return true;
     }
-  } else if (noted.place == 0) {
+  } else if (!noted.passage) {
     return true;  // noted nowhere: there is nothing to wait for
   }
   for (const GraphPtr& one : {graph, noted.graph}) {
@@ -353,7 +364,7 @@ int double_event_query(std::intptr_t id) {
   if (!event) return -1;
   const Event::Noted noted = event->noted();
   if (noted.graph) return -kCapturedEvent;
-  if (!event->has_passed(noted.place)) return 0;
+  if (noted.passage && !noted.passage->passed()) return 0;
   follow(0, noted.clock);
   return 1;
 }
@@ -371,7 +382,7 @@ int double_event_synchronize(std::intptr_t id) {
   if (!event) return -1;
   const Event::Noted noted = event->noted();
   if (noted.graph) return -kCapturedEvent;
-  event->wait(noted.place);
+  if (noted.passage) noted.passage->wait();
   follow(0, noted.clock);
   return 0;
 }

@@ -225,8 +225,9 @@ def check(ranks, name):
     """Checks that the ranks ended with the same model, where the hook promises that."""
     if name in {"by messages", "noop"}:
         return
-    for parameters in ranks[1:]:
-        assert all(map(torch.equal, parameters, ranks[0])), name
+    for rank, parameters in enumerate(ranks):
+        for place, (own, first) in enumerate(zip(parameters, ranks[0], strict=True)):
+            assert torch.equal(own, first), f"{name}: parameter {place} of rank {rank} is {own}, not {first}"
 
 
 __all__ = ["HOOKS", "OWN", "TORCHS", "WHERE", "check", "failing", "power"]
