@@ -6,12 +6,12 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 _MOST_PIECES = 4096
 """Of a tensor that does not fill its range; one with more counts as if it did."""
@@ -32,12 +32,17 @@ class Range(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_size_t), ("end", ctypes.c_size_t), ("writes", ctypes.c_bool))
 
 
+@cache
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, _OWN, "<"))
+
+
 def caller() -> str:
     """Returns which line, outside the libraries and the double, is being carried out."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _OWN, "<")):
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -61,11 +66,19 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return known is not None
 
 
+def _leaves(values: object) -> Iterator[object]:
+    if isinstance(values, (list, tuple, dict)):
+        for one in values.values() if isinstance(values, dict) else values:
+            yield from _leaves(one)
+    else:
+        yield values
+
+
 def tensors_in(values: object) -> list[torch.Tensor]:
     """Returns the tensors with memory among values and collections of them."""
     return [
         one
-        for one in tree_leaves(values)
+        for one in _leaves(values)
         if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
     ]
 

@@ -90,11 +90,17 @@ def _spare_the_compiler() -> None:
                     one.__dynamo_disable = one  # type: ignore[attr-defined]
 
 
-def _without_memory(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    if id(tensor) not in known:
-        size, stride = tensor.size(), tensor.stride()
-        known[id(tensor)] = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-    return known[id(tensor)]
+def _form(value: Any, seen: dict[int, int]) -> Any:
+    """Returns what an operation without memory depends on of an argument; the same objects count as such."""
+    if isinstance(value, torch.Tensor):
+        place = seen.setdefault(id(value), len(seen))
+        if value.layout is not torch.strided:
+            return place, value.layout
+        where = value.device, value.is_conj(), value.is_neg()
+        return place, value.size(), value.stride(), value.dtype, *where
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_form(one, seen) for one in value)
+    return type(value), value
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
@@ -107,22 +113,41 @@ def _is_plain(tensor: torch.Tensor, device: str) -> bool:
     return not (tensor.is_conj() or tensor.is_neg())
 
 
+_rehearsed: dict[Any, Any] = {}
+"""Results of :func:`_rehearse`, by operation and form of its arguments; ``None`` where it must wait."""
+
+
 def _rehearse(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the results of an operation as tensors without memory.
 
     Raises:
         _MustWait: they are not known before, so that the host has to wait.
     """
+    seen: dict[int, int] = {}
+    form = func, _form(args, seen), *((name, _form(value, seen)) for name, value in kwargs.items())
+    if form not in _rehearsed:
+        try:
+            _rehearsed[form] = (_call_without_memory(func, args, kwargs),)
+        except _MustWait:
+            _rehearsed[form] = None
+    if (found := _rehearsed[form]) is None:
+        raise _MustWait
+    return found[0]
+
+
+def _call_without_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns and raises as :func:`_rehearse`, for arguments of a new form."""
     elsewhere = kwargs.get("device") not in (None, _DEVICE) or kwargs.get("pin_memory")
     if elsewhere or "quantize" in func._schema.name or not _WAITS.isdisjoint(func.tags):
         raise _MustWait  # what is quantised is not so without memory
     given = _tensors((args, kwargs))
     if not all(_is_plain(one, _DEVICE.type) for one in given):
         raise _MustWait
-    known: dict[int, torch.Tensor] = {}
-    stand_ins, named = tree_map_only(
-        torch.Tensor, lambda tensor: _without_memory(tensor, known), (args, kwargs)
-    )
+    known = {
+        id(one): torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
+        for one in given
+    }
+    stand_ins, named = tree_map_only(torch.Tensor, lambda tensor: known[id(tensor)], (args, kwargs))
     if any(one.name == "device" for one in func._schema.arguments):
         named = {**named, "device": torch.device("meta")}
     _spare_the_compiler()
