@@ -38,6 +38,12 @@ _OF_RANKS = [
     "collectives.backends.host",
     "collectives.backends.gloo",
     "collectives.backends.round_robin",
+    "collectives.ddp.hooks",
+    "collectives.ddp.optim",
+    # The providers of NCCL, which load that when they are asked to.
+    "cupy",
+    "pynccl.binding",
+    "pynccl.utils.libutils",
     # Torch's systems, most of which the compiler has loaded.
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -136,11 +142,12 @@ class Helper:
     """
 
     def __init__(self, file: str, *words: str) -> None:
+        server = {name: value for name, value in os.environ.items() if name == python_client.ADDRESS}
         self._process = subprocess.Popen(
             [executable(), file, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment(), "PYTHONPATH": PYTHONPATH},
+            env={**environment(), **server, "PYTHONPATH": PYTHONPATH},
             text=True,
         )
         assert self._process.stdin is not None
