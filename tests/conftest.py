@@ -22,7 +22,7 @@ BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
 FEW_SIZES = {"gloo": (2, 3), "round_robin": (1, 4)}
 """World sizes of backends whose work does not depend on the number of ranks, as that of host's core does."""
-PROCESSES = 6
+PROCESSES = 4
 
 _left: list[str] = []
 _segments_before: set[str] = set()
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Has several processes share the tests where the user names none, because many tests only wait."""
+    """Has four processes share the tests where the user names none, because many tests only wait."""
     if hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     if not config.option.usepdb and config.getoption("numprocesses", 0) is None:

@@ -13,10 +13,12 @@ import inspect
 import itertools
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -269,6 +271,23 @@ def test_an_interrupted_receive_of_any_kind_takes_no_message(layer: str) -> None
 # ---- waits -----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def at_a_signal(action: Callable[[], object]) -> Iterator[None]:
+    """Has a thread act when a signal has come; its handler may run later, as behind a wait of Gloo's."""
+    listens, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno())
+    thread = threading.Thread(target=lambda: listens.recv(1) and action())
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+        thread.join()
+        listens.close()
+
+
 def passed_on(group: collectives.ProcessGroup) -> None:
     """What a handler raises leaves a wait as it is, though operations, too, raise errors of its class."""
     store, me = current_store(), group.rank()
@@ -287,16 +306,13 @@ def passed_on(group: collectives.ProcessGroup) -> None:
         itself = number >= 4
         if me == 1:
             if not itself:
-                store.wait([f"issued {number}"])
-                time.sleep(0.6)
+                store.wait([f"signalled {number}"])
                 answers().wait()
             continue
         got.fill_(USED)
         work = waits()
-        if itself:
-            threading.Timer(0.6, answers).start()
-        store.set(f"issued {number}", "x")
-        interrupted(group, work, seconds, error)
+        with at_a_signal(answers if itself else partial(store.set, f"signalled {number}", "x")):
+            interrupted(group, work, seconds, error)
         work.wait()
         assert group.to_host(got).eq(SENT).all()
 
