@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 _MOST_PIECES = 4096
 """Of a tensor that does not fill its range; one with more counts as if it did."""
@@ -66,19 +67,11 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return known is not None
 
 
-def _leaves(values: object) -> Iterator[object]:
-    if isinstance(values, (list, tuple, dict)):
-        for one in values.values() if isinstance(values, dict) else values:
-            yield from _leaves(one)
-    else:
-        yield values
-
-
 def tensors_in(values: object) -> list[torch.Tensor]:
     """Returns the tensors with memory among values and collections of them."""
     return [
         one
-        for one in _leaves(values)
+        for one in tree_leaves(values)
         if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
     ]
 
