@@ -142,12 +142,14 @@ class Helper:
     """
 
     def __init__(self, file: str, *words: str) -> None:
-        server = {name: value for name, value in os.environ.items() if name == python_client.ADDRESS}
+        variables = {**environment(), "PYTHONPATH": PYTHONPATH}
+        if (address := os.environ.get(python_client.ADDRESS)) is not None:
+            variables[python_client.ADDRESS] = address  # of a server that has started since
         self._process = subprocess.Popen(
             [executable(), file, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment(), **server, "PYTHONPATH": PYTHONPATH},
+            env=variables,
             text=True,
         )
         assert self._process.stdin is not None
