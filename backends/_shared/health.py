@@ -45,14 +45,18 @@ from collectives.threads import start_thread
 
 _T = TypeVar("_T")
 
-_SEARCH_SECONDS = 0.3
-"""How long to look: a killed process closes its connections a little before the system calls it dead."""
+_SEARCH_SECONDS = 1.0
+"""How long to look: a killed process closes its connections a little before the system calls it dead, and who
+gives up closes them when the store has not taken its reason in the time below, which may yet come."""
 
 _POLL_SECONDS = 0.01
 
 _STORE_SECONDS = 1.0
 """How long the store may take, whose server may be the stopped process that is to blame: time limits must not
 wait for it."""
+
+_SLOW_STORE_SECONDS = 5.0
+"""How long it may take where a connection broke and it alone can tell why: a machine may be overloaded."""
 
 _SHUT_DOWN_SECONDS = 3.0
 """How long an operation may need a rank that has shut the group down: its last messages arrive."""
@@ -299,7 +303,9 @@ class Health:
 
     # ---- who is gone ---------------------------------------------------------------------------------------
 
-    def _ask(self, function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    def _ask(
+        self, function: Callable[[], _T], seconds: float = _STORE_SECONDS
+    ) -> tuple[_T | None, Exception | None]:
         """Returns what the store answers, or why it does not; raises only what a signal's handler does."""
 
         def answer() -> tuple[_T | None, Exception | None]:
@@ -309,7 +315,7 @@ class Health:
                 return None, error
 
         try:
-            return self._asking(answer, _STORE_SECONDS)
+            return self._asking(answer, seconds)
         except NoAnswer as error:
             return None, error
 
@@ -351,18 +357,19 @@ class Health:
             publish(self._store, f"process/{self.rank}", None)
 
     def find_lost(self) -> Departure | None:
-        """Returns a rank that is gone, ``None`` where none is found; within 0.3 s, or a second."""
-        found, error = self._ask(self._find_lost)
+        """Returns a rank that is gone, ``None`` where none is found within a second, or 5 of a slow store."""
+        found, error = self._ask(self._find_lost, _SLOW_STORE_SECONDS)
         return found if error is None else next(self._ended(asks=False), None)
 
     def _find_lost(self) -> Departure | None:
         deadline = time.monotonic() + _SEARCH_SECONDS
         while True:
+            last = time.monotonic() >= deadline
             try:
                 found = self.poll_lost()
             except Exception:  # noqa: BLE001 - the store went with the lost rank
                 found = next(self._ended(), None)
-            if found is not None or time.monotonic() >= deadline:
+            if found is not None or last:
                 return found
             time.sleep(_POLL_SECONDS)
 

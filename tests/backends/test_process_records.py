@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -118,6 +119,42 @@ def test_ends_are_known_though_the_store_does_not_answer_or_a_handler_asks() -> 
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         store.answers.set()
+
+
+class SlowStore(PrefixStore):
+    """A store of which every question takes a while, as on a machine with too much to do."""
+
+    def _check(self, keys: list[str]) -> bool:
+        time.sleep(0.25)
+        return super()._check(keys)
+
+
+def test_a_slow_store_still_tells_who_gave_up() -> None:
+    store = dist.HashStore()
+    seeking = Health(SlowStore("x", store), 0, 4, "")
+    leaving = Health(PrefixStore("x", store), 3, 4, "")
+    leaving.publish(Departure(3, GroupAbortedError("went home", 3)))
+    departure = seeking.find_lost()
+    assert departure is not None
+    assert (departure.rank, str(departure.reason)) == (3, "went home")
+
+
+class LateStore(PrefixStore):
+    """A store that takes longer to write than a rank waits that leaves."""
+
+    def _set(self, key: str, value: bytes) -> None:
+        if "exit" in key:
+            time.sleep(1.5)
+        super()._set(key, value)
+
+
+def test_who_left_before_the_store_was_told_is_found() -> None:
+    store = dist.HashStore()
+    seeking, leaving = Health(PrefixStore("x", store), 0, 2, ""), Health(LateStore("x", store), 1, 2, "")
+    leaving.publish(Departure(1, GroupAbortedError("went home", 1)))  # and closes its connections now
+    departure = seeking.find_lost()
+    assert departure is not None
+    assert (departure.rank, str(departure.reason)) == (1, "went home")
 
 
 def test_a_word_that_does_not_count_hides_no_other() -> None:
