@@ -86,7 +86,8 @@ class Soak:
         for text in counted["wrong"]:
             self._fail("wrong results", f"rank {rank}: {text}")
         if counted["left"]:
-            self._fail("leaks", f"rank {rank} has more than before the round: {counted['left']}")
+            left = f"{counted['left']}\n{counted['running']}"
+            self._fail("leaks", f"rank {rank} has more than before the round: {left}")
 
     def _look_at_memory(self, results: Sequence[dict[str, Any]]) -> None:
         used = {counted["pid"]: counted["memory_mib"] for counted in results}

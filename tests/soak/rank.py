@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from census import census, growth, memory_mib
+from census import census, growth, memory_mib, running
 from conformance.random_programs import Drawn, Execution
 from harness import current_store
 from soak.rounds import Round
@@ -48,6 +48,7 @@ class RankOfRound(Execution):
 
     def __init__(self, drawn: Round, rank: int, store: Store) -> None:
         super().__init__(drawn.program, rank, drawn.placement)
+        self.groups[0].barrier().wait()  # else a fault may come while others still make their groups
         self.rank, self.store = rank, store
         self.fault, self.concerned = drawn.fault, drawn.concerned
         self.is_gloo = drawn.backend == "gloo"
@@ -303,7 +304,9 @@ def play(rank: int, size: int, drawn: Round, plant: Callable[[], None] | None) -
 
     _in_world(drawn, rank, PrefixStore("round", store), run)
     gc.collect()
-    counted.update(left=growth(before), pid=os.getpid(), memory_mib=memory_mib())
+    left = growth(before)
+    counted.update(left=left, running=running() if "threads" in left else "")
+    counted.update(pid=os.getpid(), memory_mib=memory_mib())
     return counted
 
 

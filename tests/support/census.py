@@ -9,7 +9,10 @@ import contextlib
 import os
 import re
 import socket
+import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,6 +45,21 @@ def growth(before: dict[str, int], seconds: float = 10.0) -> dict[str, int]:
         if not more or time.monotonic() > deadline:
             return more
         time.sleep(0.01)
+
+
+def running() -> str:
+    """Returns the names of the threads that run, as the kernel has them, and where those of Python are."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends just now
+            names.append(f"{task.name} {(task / 'comm').read_text().strip()}")
+    frames = sys._current_frames()
+    stacks = [
+        f"{thread.name} ({thread.native_id}):\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    ]
+    return "\n".join([", ".join(names), *stacks])
 
 
 def connections() -> int:
