@@ -20,7 +20,8 @@ from harness import current_store, run_ranks
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.libnccl import Communicator, NcclLibrary
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
-from nccl_double import NcclDouble, cuda, do
+from nccl_double import NcclDouble, accesses, cuda, do
+from nccl_double.calls import current_stream
 from nccl_double.device import DoubleDevice, tensors_on_device, watch_as_one
 
 SEED_VARIABLE = "COLLECTIVES_TEST_STREAMS_SEED"
@@ -129,6 +130,8 @@ def _in_group(
             DoubleDevice.shared(torch.device("cpu")).activate(),
         ):
             value = body(group, *args)
+            if accesses.tensors_in(value):  # which the host reads to send them
+                do("stream_synchronize", current_stream())
     except BaseException:
         group.abort()
         if SEED_VARIABLE in os.environ:

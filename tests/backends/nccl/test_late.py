@@ -220,3 +220,14 @@ def produced_late(group: ProcessGroup) -> None:
 
 def test_operations_of_nccl_wait_for_late_ones(nccl_library: Path) -> None:
     run_over_double(produced_late, 2, nccl_library)
+
+
+def returned_early(group: ProcessGroup) -> torch.Tensor:
+    x = torch.ones(4)
+    group.allreduce(x).wait()
+    device().sleep(device().current_stream(), 0.3)
+    return x + 1
+
+
+def test_what_a_body_returns_is_there_when_it_leaves_the_rank(nccl_library: Path) -> None:
+    assert [x.tolist() for x in run_over_double(returned_early, 2, nccl_library)] == [[3.0] * 4] * 2
