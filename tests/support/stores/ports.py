@@ -39,13 +39,20 @@ def free_ports(count: int) -> range:
             return range(first, first + count)
 
 
-def listening(port):
-    """Returns the addresses, as the kernel shows them in hexadecimal, on which somebody listens on a port."""
+def listening(port, *, own=False):
+    """Returns the addresses, as the kernel shows them in hexadecimal, on which somebody listens on a port.
+
+    Others may have the same port of another address; with ``own``, only sockets of this process count.
+    """
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the list itself
+            mine.add(str(link.readlink()))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
             address, _, local_port = local.partition(":")
-            if state == "0A" and int(local_port, 16) == port:
+            if state == "0A" and int(local_port, 16) == port and (not own or f"socket:[{inode}]" in mine):
                 found.add(address)
     return found
