@@ -16,7 +16,7 @@ import torch
 
 from collectives import _native
 from collectives.core.arguments.staging import is_dense, write
-from collectives.core.arguments.validation import check_tensor, fail
+from collectives.core.arguments.validation import check_outputs, check_tensor, fail
 from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.operations import ALL_GATHER_INTO_TENSOR, ALL_TO_ALL_SINGLE
 from collectives.core.process_group import ProcessGroup
@@ -276,7 +276,8 @@ def allreduce(
 
     Raises:
         TypeError: ``tensor`` is no tensor, or ``block`` no integer.
-        ValueError: ``dtype`` or ``block`` is none of those that there are.
+        ValueError: ``dtype`` or ``block`` is none of those that there are, or elements of the tensor share
+            their memory.
         UnsupportedOperationError: another reduction, or another data type of the tensor.
         CollectiveMismatchError: the ranks' tensors or arguments differ; nothing was changed. Not raised where
             streams order operations, as the host would have to wait for them.
@@ -292,6 +293,7 @@ def allreduce(
         known = ", ".join(str(known) for known in REDUCED)
         reason = f"the tensor must be strided, of {known}, but is {tensor.layout} of {tensor.dtype}"
         fail(group, name, reason, UnsupportedOperationError)
+    check_outputs(group, name, [tensor])
     if group.size() == 1:
         return CompletedWork([tensor])
     parts = Parts.of(group, tensor, dtype, block, average=op.code == ReduceOp.AVG.code)

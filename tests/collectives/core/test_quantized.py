@@ -205,12 +205,15 @@ def wrong_arguments(group):
             quantized.allreduce(group, wrong, ReduceOp.SUM)
     with pytest.raises(TypeError, match="tensor must be a tensor, but is of type list"):
         quantized.allreduce(group, [1.0], ReduceOp.SUM)
+    with pytest.raises(ValueError, match="its elements share their memory"):
+        quantized.allreduce(group, torch.ones(1).expand(4), ReduceOp.SUM)
     quantized.allreduce(group, tensor, ReduceOp.SUM).wait()
     assert torch.equal(tensor, torch.full((10,), float(group.size())))
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
-    run_ranks(wrong_arguments, 2, backend="host")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_arguments_are_refused_before_anything_is_sent(ranks) -> None:
+    run_ranks(wrong_arguments, ranks, backend="host")
 
 
 def different(group):
