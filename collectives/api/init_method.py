@@ -25,7 +25,9 @@ _RETRY_SECONDS = 0.05
 
 
 def check_arguments(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
-    """Checks store, rank and number of ranks before anything is sent; returns the latter two as int."""
+    """Checks the arguments before anything is sent; returns rank and number of ranks as int."""
+    if not isinstance(init_method, str | None):
+        raise TypeError(f"init_method must be a str, but is {init_method!r}")
     if store is not None:
         if init_method is not None:
             raise ValueError(
@@ -63,12 +65,11 @@ def choose_init_method(config: BackendConfig, init_method: str | None, rank: int
         if len(named) == 4 or not own:
             return "env://"
         init_method = own[0].init_method
-    if isinstance(init_method, str):
-        scheme = init_method.partition("://")[0]
-        for name in registry.backend_names():
-            spec = registry.backend_spec(name)
-            if spec.rendezvous_module and spec.init_method == f"{scheme}://":
-                importlib.import_module(spec.rendezvous_module)
+    scheme = init_method.partition("://")[0]
+    for name in registry.backend_names():
+        spec = registry.backend_spec(name)
+        if spec.rendezvous_module and spec.init_method == f"{scheme}://":
+            importlib.import_module(spec.rendezvous_module)
     return init_method
 
 

@@ -165,6 +165,8 @@ def test_wrong_arguments_end_before_anything_is_sent(arguments: dict[str, object
 def test_wrong_types_end_before_anything_is_sent() -> None:
     with pytest.raises(TypeError, match=r"store must be a torch.distributed.Store, but is of type dict"):
         dist.init_process_group(store={}, rank=0, world_size=1)
+    with pytest.raises(TypeError, match=r"init_method must be a str, but is PosixPath\('/tmp/store'\)"):
+        dist.init_process_group(init_method=Path("/tmp/store"), rank=0, world_size=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, but is '1'"):
         dist.init_process_group("host", timeout="1", rank=0, world_size=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"world_size must be an int, but is 1\.0"):
