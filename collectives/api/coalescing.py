@@ -90,10 +90,11 @@ def defer(
     return True
 
 
-def drop_deferred(group: ProcessGroup) -> None:
-    """Drops the deferred calls of a group that ends."""
-    for key in [key for key in pending if key[1] is group]:
-        del pending[key]
+def stop_deferring(group: ProcessGroup) -> None:
+    """Defers no more calls of a group that ends; those deferred before raise at the end of their block."""
+    for key in list(pending):  # other threads may open a manager meanwhile
+        if key[1] is group:
+            pending.pop(key, None)
 
 
 @contextlib.contextmanager

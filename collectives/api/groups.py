@@ -14,7 +14,7 @@ import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from collectives.api.coalescing import drop_deferred
+from collectives.api.coalescing import stop_deferring
 from collectives.api.debug import checked
 from collectives.api.init_method import close_store
 from collectives.api.world_state import (
@@ -684,7 +684,7 @@ def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
 def _end_groups(groups: Iterable[ProcessGroup]) -> None:
     """Aborts and forgets groups of a world that has changed."""
     for ended in groups:
-        drop_deferred(ended)
+        stop_deferring(ended)
         del world.records[ended]
         abort_all([ended])
         ended._leave_place()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.coalescing import drop_deferred
+from collectives.api.coalescing import stop_deferring
 from collectives.api.groups import abort_all, bound_device, check_usable, hashed_name, limit_of, make_group
 from collectives.api.init_method import (
     check_arguments,
@@ -152,7 +152,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             return
         if group is not None and group is not world.default:
             group_record(group)
-            drop_deferred(group)
+            stop_deferring(group)
             del world.records[group]
             group._leave_place()
             try:
@@ -189,7 +189,7 @@ def _end_world(*, gracefully: bool) -> None:
             for group in groups:
                 group._begin_abort()
         while groups:
-            drop_deferred(groups[-1])
+            stop_deferring(groups[-1])
             try:
                 if gracefully:
                     groups[-1].shutdown()

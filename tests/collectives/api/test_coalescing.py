@@ -73,6 +73,24 @@ def coalesces_outside(rank: int, size: int) -> None:
     assert tensor.item() == 1
 
 
+def end_inside(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with dist._coalescing_manager(group):
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+
+
+def ends_inside(rank: int, size: int) -> None:
+    tensor = torch.ones(1)
+    with pytest.raises(dist.GroupAbortedError, match="shut down"):
+        end_inside(tensor, dist.new_group())
+    assert tensor.item() == 1
+    dist.barrier()
+
+
+def test_a_group_that_ends_inside() -> None:
+    run_world(ends_inside, 2)
+
+
 def test_coalescing_on_a_rank_outside() -> None:
     run_world(coalesces_outside, 2)
 
