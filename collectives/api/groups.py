@@ -473,7 +473,7 @@ def new_subgroups_by_enumeration(
         The group of this rank (``None`` where it is in none) and the list of all groups.
 
     Raises:
-        ValueError: the list is empty, or a rank is named twice.
+        ValueError: the list is empty, or a rank is named twice or is none of the default group's.
 
     Example:
         With 2 ranks::
@@ -481,11 +481,13 @@ def new_subgroups_by_enumeration(
             mine, groups = collectives.new_subgroups_by_enumeration([[1, 0]])
             mine.size()  # 2
     """
-    rank = default_group().rank()
+    default = default_group()
+    rank = default.rank()
     if not ranks_per_subgroup_list:
         raise ValueError(f"[rank {rank}] new_subgroups_by_enumeration: the list of groups is empty")
     seen: dict[int, Sequence[int]] = {}
     for ranks in ranks_per_subgroup_list:
+        _check_ranks(ranks, default, sort=True)  # of all groups, before the first is made
         for r in ranks:
             if r in seen:
                 raise ValueError(

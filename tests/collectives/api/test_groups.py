@@ -71,6 +71,10 @@ def makes_parts(rank: int, size: int) -> None:
         dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
     with pytest.raises(ValueError, match="the list of groups is empty"):
         dist.new_subgroups_by_enumeration([])
+    made = dist.get_pg_count()
+    with pytest.raises(ValueError, match=r"ranks has \[99\]"):
+        dist.new_subgroups_by_enumeration([[0, 1], [99]])
+    assert dist.get_pg_count() == made
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="group_size must be given"):
             dist.new_subgroups()
