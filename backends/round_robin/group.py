@@ -28,7 +28,7 @@ from collectives.core.arguments.option_records import BackendOptions
 from collectives.core.capabilities import Capabilities, by_device, in_common
 from collectives.core.forwarding import ForwardingGroup
 from collectives.core.operations import BARRIER, Call
-from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork, chain, settle
+from collectives.core.work import CoalescedWork, CompletedWork, WrappedWork, chain, settle, take_future
 from collectives.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -627,7 +627,7 @@ class LaneWork(WrappedWork):
             future = self.inner.get_future()
             # On CUDA it is done from the start, and a callback would put a stream of torch's between.
             done_well = future.done() and self.inner.exception() is None
-            self._future = future if done_well else chain(future, self._outcome)
+            return take_future(self, future if done_well else chain(future, self._outcome))
         return self._future
 
     def _outcome(self, done: Future[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -263,6 +263,19 @@ class Work(Uncompiled, ABC):
         return self.get_future().then(code)
 
 
+_first = threading.Lock()
+"""Held while a Work takes its future, which a Work of a fast path has no lock of its own for."""
+
+
+def take_future(work: Any, made: Future[Any]) -> Future[Any]:
+    """Gives a Work the future that was made for it, unless another thread was first; returns the Work's."""
+    with _first:
+        if work._future is None:
+            work._future = made
+        future: Future[Any] = work._future
+    return future
+
+
 class CompletedWork(Work):
     """An operation that was done when its call returned.
 
@@ -305,7 +318,7 @@ class CompletedWork(Work):
         if self._future is None:
             future: Future[list[torch.Tensor]] = Future()
             future.set_result(self.result())
-            self._future = future
+            return take_future(self, future)
         return self._future
 
 
@@ -413,7 +426,7 @@ class CoalescedWork(Work):
             futures = [work.get_future() for work in self._works]
             collective = any(isinstance(future, CollectiveFuture) for future in futures)
             kind = CollectiveFuture if collective else Future
-            self._future = chain(torch.futures.collect_all(futures), outputs, kind=kind)
+            return take_future(self, chain(torch.futures.collect_all(futures), outputs, kind=kind))
         return self._future
 
 

@@ -81,6 +81,10 @@ class TorchWork(Forwarding, _Work):
         return hold_for_cpp(self).boxed()
 
 
+_making = threading.Lock()
+"""Held while a Work that was done makes what several threads may ask for."""
+
+
 class DoneWork(TorchWork):
     """An operation that was done when its call returned; quicker to make than a Work around one of ours.
 
@@ -102,9 +106,10 @@ class DoneWork(TorchWork):
             return self._inner
         except AttributeError:
             outputs = self.outputs
-            self._inner = TorchWork(
-                CompletedWork((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
-            )
+            made = TorchWork(CompletedWork((outputs,) if isinstance(outputs, torch.Tensor) else outputs))
+            with _making:
+                if not hasattr(self, "_inner"):
+                    self._inner = made
             return self._inner
 
     @property
