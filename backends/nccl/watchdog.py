@@ -18,6 +18,7 @@ import time
 import weakref
 
 from collectives.backends.nccl.communicators import Communicators
+from collectives.backends.nccl.libnccl import NcclError
 from collectives.backends.nccl.work import LOOK_SECONDS, Failures, PendingOperation, Replays
 from collectives.threads import start_thread
 
@@ -163,7 +164,10 @@ class Watchdog:
 
     def _check_communicators(self) -> None:
         for communicator in self._communicators.open():
-            error = communicator.async_error()
+            try:
+                error = communicator.async_error()
+            except NcclError as unknown:
+                error = unknown
             if error is not None:
                 self._failures.failed(self.oldest(), error)
 

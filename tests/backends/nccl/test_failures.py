@@ -310,6 +310,18 @@ def asynchronous_error(group: Any, path: Path) -> None:
         group.recv(torch.ones(3), 0)
 
 
+def a_state_that_cannot_be_asked(group: Any, path: Path) -> None:
+    """A communicator whose state NCCL does not tell is as one with an error."""
+    double = load(path)
+    group.allreduce(torch.ones(1)).wait(BLOCKS)
+    if group.rank() == 0:
+        work = group.allreduce(torch.ones(3))
+        double.fail_next("ncclCommGetAsyncError", 3, "ordered by a test")
+        with pytest.raises(DistBackendError, match=r"ncclCommGetAsyncError failed.*ordered by a test"):
+            work.wait(BLOCKS)
+    gate("failed", group)
+
+
 def refused(group: Any, path: Path) -> None:
     """The first rank cannot make an identifier: all know it at once."""
     double = load(path)
@@ -508,6 +520,7 @@ def test_failures(nccl_library: Path, body: Any, size: int, more: dict[str, Any]
     [
         errors_of_nccl,
         asynchronous_error,
+        a_state_that_cannot_be_asked,
         refused,
         not_connected,
         a_bad_factor,

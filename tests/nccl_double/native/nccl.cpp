@@ -307,6 +307,7 @@ int ncclCommAbort(const void* handle) {
 }
 
 int ncclCommGetAsyncError(const void* handle, int* error) {
+  if (const int ordered = ordered_failure("ncclCommGetAsyncError")) return ordered;
   int status = kSuccess;
   const CommunicatorPtr comm = find("CommGetAsyncError", handle, status);
   if (!comm) return status;
