@@ -335,7 +335,11 @@ class Communicators:
 
     def destroy(self) -> None:
         """Ends all communicators, whose operations are done, together with the other ranks."""
-        end = partial(self._end_all, "ending", Communicator.destroy)
+
+        def end() -> None:
+            self._end_all("ending", Communicator.destroy)
+            self._asked.set()  # nothing is left to abort; that thread gives the streams back, and ends
+
         try:
             thread = start_thread(end, "nccl destroy")
         except DistBackendError:  # the interpreter ends
@@ -349,8 +353,6 @@ class Communicators:
                 "of CUDA graphs with the group's operations",
                 _END_SECONDS,
             )
-            return
-        self._asked.set()  # nothing is left to abort; the thread gives the streams back, and ends
 
     def _abort_when_asked(self) -> None:
         self._asked.wait()

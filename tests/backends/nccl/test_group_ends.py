@@ -46,6 +46,11 @@ def ending() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nccl destroy"]
 
 
+def aborting() -> list[threading.Thread]:
+    """Returns the threads that wait for a group to be aborted, and give its streams back at its end."""
+    return [thread for thread in threading.enumerate() if thread.name == "nccl abort"]
+
+
 def one_after_the_other(group: Any, path: Path) -> None:
     """No rank waits longer than until the last has come, and says nothing."""
     groups = [another(group, path, name) for name in ("first", "second", "third")]
@@ -59,6 +64,7 @@ def one_after_the_other(group: Any, path: Path) -> None:
 
 def in_other_orders(group: Any, path: Path) -> None:
     """Each rank goes on with its next group after a while, so that all end."""
+    before = len(aborting())
     groups = [another(group, path, name) for name in ("first", "second")]
     communicators._END_SECONDS = 0.5
     with logged(logging.WARNING) as told:
@@ -71,6 +77,7 @@ def in_other_orders(group: Any, path: Path) -> None:
     keys = [f"told/{rank}" for rank in range(group.size())]
     assert any(store.check([key]) for key in keys), "the order is of no account"
     assert eventually(lambda: not ending() and load(path).communicators() == 0)
+    assert eventually(lambda: len(aborting()) == before)
 
 
 def beside_one_that_aborts(group: Any, path: Path) -> None:
