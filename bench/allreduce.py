@@ -700,7 +700,7 @@ def run_worker(rank: int, connection: Connection, placement: Placement, options:
 
 
 def run_mpi4py(rank: int, connection: Connection, placement: Placement, options: Options) -> None:
-    """Body of a rank of plain mpi4py under ``mpirun``; arguments as of :func:`run_worker`.
+    """Body of a rank of plain mpi4py under ``mpirun``; arguments as for :func:`run_worker`.
 
     Raises:
         RuntimeError: ``mpirun`` and mpi4py are not of one MPI.

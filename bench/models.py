@@ -58,7 +58,7 @@ class Model:
         package: what it needs besides torch; empty for nothing.
         inputs: returns random keyword arguments of its forward for so many samples of such length, drawn from
             the generator; none of a model that learns something.
-        learn: makes a rank's data, as of :meth:`data`, of a model that learns something.
+        learn: makes a rank's data, see :meth:`data`, of a model that learns something.
         optimizer: the one that it is trained with.
         name: as the command line calls it.
     """

@@ -312,7 +312,7 @@ def why_no_mpi4py(prefix: str | None = None) -> str | None:
     """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it.
 
     Args:
-        prefix: of the MPI, as of :func:`~collectives.ranks.mpirun.find_mpirun`.
+        prefix: of the MPI, see :func:`~collectives.ranks.mpirun.find_mpirun`.
     """
     if importlib.util.find_spec("mpi4py") is None:
         return "needs mpi4py, not installed"

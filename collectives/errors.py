@@ -93,9 +93,10 @@ class DistBackendError(DistError, _torch_distributed.DistBackendError):
 
 
 class CollectiveTimeoutError(DistBackendError):
-    """An operation passed its time limit; the message says for every rank what it waits in or did last.
+    """An operation, or a wait with a limit of its own, passed its time limit.
 
-    The group is broken afterwards: later calls raise :class:`GroupAbortedError` with this cause.
+    The message says what the other ranks were doing, as far as the backend knows. After a collective that
+    timed out the group is broken: later calls raise :class:`GroupAbortedError` with this cause.
     """
 
 
@@ -113,8 +114,8 @@ class PeerLostError(DistBackendError):
     the caller took part in the operation that found the loss. After :meth:`ProcessGroup.abort` or
     ``shutdown`` on this rank they raise :class:`GroupAbortedError`. The others go on with a new group.
 
-    A rank that runs and belongs to the group is never named here; the rank is -1 where the backend cannot
-    tell which one is lost.
+    A live rank is named only if its machine could not be reached for some five seconds. The rank is -1 where
+    the backend cannot tell which one is lost.
     """
 
 

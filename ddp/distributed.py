@@ -69,8 +69,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     the next iteration may go on, after gradients are zeroed.
 
     On CUDA devices no pass waits for the device. There the rank at fault raises at the end of its pass, and
-    the others at a later synchronised forward, when an optimizer may have used the gradients; so it is where
-    a rank is lost, which is logged at once. What went wrong in the last passes is raised when the group is
+    the others at a later synchronised forward, when an optimizer may have used the gradients. The same holds
+    when a rank dies, which is logged at once. What went wrong in the last passes is raised when the group is
     destroyed, and logged when the process ends without that. All raise at the end of the pass where the
     group's waits block the host (``blocking_wait`` of nccl), unused parameters are found, within
     :meth:`join`, and in the first pass of a static graph.
@@ -747,7 +747,7 @@ class _ModelJoinHook(JoinHook):
         self._model.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives all ranks the model of the last one that joined, the highest of several.
+        """Broadcasts the model of the last rank to join, the highest one in a tie.
 
         Gradients of the others' passes go, so that nothing is added to them later.
         """

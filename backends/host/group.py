@@ -76,8 +76,8 @@ class HostWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks with the GIL released; a signal handler that raises ends the wait.
 
-        A collective goes on then. A message does where somebody else waits for it or a later one has been
-        issued; else it rests, and goes on when somebody waits again or asks.
+        The collective continues. A point-to-point operation continues if another thread waits for it or a
+        later one was issued; otherwise it is suspended until :meth:`wait` or :meth:`is_completed` is called.
         """
         seconds = None if timeout is None else seconds_to_wait(timeout) or None
         if not self._task.wait(seconds):
@@ -152,20 +152,21 @@ class ProcessGroupHost(ProcessGroup):
     A synchronous operation on an idle group runs on the caller's thread, every other one on a thread of the
     group that never holds the GIL. Ranks that issue different operations all raise
     :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
-    :class:`~collectives.PeerLostError` on all others, on its machine within a second, elsewhere within three.
-    So does a machine that vanishes; a process that is merely stopped is not taken for a dead one.
+    :class:`~collectives.PeerLostError` on all others, on its machine within a second, on other machines
+    within two. A machine that vanishes is noticed within six seconds; a process that is merely stopped is not
+    taken for a dead one.
 
     An operation that is not done within its time limit raises :class:`~collectives.CollectiveTimeoutError`,
     which says of every rank what it waits in or did last. A collective breaks the group for all ranks then,
     as does a send of which a part has left; the error says so, all ranks raise from then on, and the way out
-    is a new group. A send of which nothing has left is taken back, and a receive gives up without a loss:
-    what has come of its message goes to the next receive that names its sender and tag. Both leave the group
+    is a new group. A send that has not started is cancelled, and a receive that times out loses no data: what
+    has come of its message goes to the next receive that names its sender and tag. Both leave the group
     usable.
 
     Which ranks are on one machine is not configured but proved, by attaching shared memory. Ranks on
     different machines reach each other at the address from which the store is reached;
-    ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces, by commas where
-    there are several, equally many on all ranks. Then every rank listens on a port that the system chooses,
+    ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces (comma-separated,
+    the same number on every rank). Then every rank listens on a port that the system chooses,
     and has one more thread. Both ends of a connection prove that they know the job's secret, which ranks on
     different machines must have (``COLLECTIVES_SECRET``). What they send each other is encrypted, unless
     ``COLLECTIVES_ENCRYPTION`` is ``off`` on all of them. ``COLLECTIVES_HOST_MACHINE`` divides a machine:
@@ -191,7 +192,7 @@ class ProcessGroupHost(ProcessGroup):
         group_name: name, unique in the job.
         group_desc: free text.
         unformed: whether to connect with nobody: operations raise until :meth:`reconfigure` is called.
-        threads: of this rank, for long messages; as of :class:`~collectives.backends.host.HostOptions`.
+        threads: of this rank, for long messages; see :class:`~collectives.backends.host.HostOptions`.
 
     Raises:
         CollectiveTimeoutError: a rank did not come in time.

@@ -12,8 +12,8 @@ from the job's secret and from what tells this group from all others. Without a 
 digits instead, which ranks exchange; ranks take no connection of another user then, and ranks on several
 systems refuse to form a group.
 
-Whoever fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it was
-connected with, or that have read where it is while they wait for others: on its machine by the end of its
+A rank that fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it
+was connected with, or that have read where it is while they wait for others: on its machine by the end of its
 process, its connection or its socket, elsewhere because nothing listens there any more. They name it in the
 store. A rank that dies before can only be missed.
 """
@@ -195,7 +195,7 @@ class _Forming:
         host = _native.BootstrapLeader(address, [self.rank, *others], self.size, key)
         self.open.enter_context(closing(host))
         mine = {
-            "place": _place(),
+            "place": _machine_id(),
             "system": system(),
             "address": address,
             "key": digits,
@@ -475,8 +475,8 @@ class _Forming:
 
         Args:
             rank: who has gone.
-            ended: its process has. Who only listens no more may live and have failed for want of the store,
-                where it could not say so.
+            ended: its process has. A rank that only stopped listening may live and have failed for want of
+                the store, where it could not say so.
         """
         self._raise_told()
         if not ended:
@@ -504,8 +504,8 @@ def _lost(rank: int) -> PeerLostError:
     return PeerLostError(f"rank {rank} has died while the group was formed", rank)
 
 
-def _place() -> str:
-    """Returns what tells machines apart, as far as attaching goes: boot, network name space and label."""
+def _machine_id() -> str:
+    """Returns this machine's identity for sharing memory: boot, network name space and label."""
     label = os.environ.get(_LABEL, "")
     return f"{system()} {label}" if label else system()
 

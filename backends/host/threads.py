@@ -1,9 +1,9 @@
-"""How many threads of a rank move and reduce its part of a long message.
+"""How many threads of a rank copy and reduce data in large collectives.
 
-Where the user does not say, as many as torch uses, but no more than there are cores for: ranks tell each
-other on which cores they run, and those that run on one share it. A rank that is bound to cores of its own
-has them for itself. What a rank has in its smallest share counts for all its groups: small groups of a large
-job are busy at the same time.
+The default is torch's number of threads, limited to the cores available to the rank: ranks tell each other on
+which cores they run, and those that run on one share it. A rank that is bound to cores of its own has them
+for itself. The smallest share that a rank has in any group is the limit in all its groups, because small
+groups of a large job are busy at the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostOptions(BackendOptions):
     """Options of the host backend, given as ``pg_options``; may differ between ranks.
 
     Attributes:
-        threads: threads of this rank that move and reduce its part of a long message, from 1 to 32, its own
+        threads: threads of this rank that copy and reduce data in large collectives, from 1 to 32, its own
             among them; ``None`` leaves it to ``COLLECTIVES_THREADS``, and that to torch and the cores.
     """
 
@@ -103,7 +103,7 @@ def agreed(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns how many threads each rank has.
 
     Args:
-        ranks: as of :func:`shares`.
+        ranks: see :func:`shares`.
     """
     return [
         one["threads"] if one["chosen"] else min(one["threads"], share)

@@ -1,8 +1,8 @@
 """Process groups over NVIDIA's NCCL, for CUDA tensors.
 
-An operation goes from the ``group``, which by ``operations`` makes it copies and calls on streams of the
-``device`` and on ``communicators`` of the library that ``providers`` find, to its ``work``. A
-``watchdog`` looks after those under way; failures have one first cause. Not here: the CPU.
+``group`` turns an operation into copies and NCCL calls (``operations``), issues them on streams (``device``)
+and ``communicators`` of the library that ``providers`` find, and returns a ``work``. A ``watchdog`` looks
+after those under way; failures have one first cause. CPU tensors are not served.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class ProcessGroupNCCL(MonitoredGroup):
     **Errors.** NCCL compares nothing between ranks: different operations at one place of the order give wrong
     values or wait for each other. A watchdog ends an operation that passes its time limit, or that needs a
     rank which is gone or has given up, by aborting the group's communicators; its outputs then hold anything.
-    The error is raised by the Work, where that has not been waited for yet, and every later call.
+    The Work raises the error if it has not been waited for yet, and so does every later call.
 
     **Numerics.** NCCL cannot promise the rules of this package. All ranks get the same bits, but the order of
     a sum depends on the algorithm, the number of channels and the size; 16-bit floats are rounded at every

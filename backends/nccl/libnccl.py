@@ -449,8 +449,8 @@ class Communicator:
             place where ``send`` is ``recv`` plus ``rank * count`` elements.
         reduce_scatter: reduces ``size * recv_count`` elements of all ranks; rank i gets the i-th
             ``recv_count`` of them. In place where ``recv`` is ``send`` plus ``rank * recv_count`` elements.
-        send: sends ``count`` elements to rank ``peer``, which receives as many. To the own rank only in a
-            group that has the receive too: else it waits for ever.
+        send: sends ``count`` elements to rank ``peer``, which receives as many. A send to this
+            rank itself must be in the same group as its receive; otherwise it deadlocks.
         recv: receives ``count`` elements from rank ``peer``, in the order in which that rank sends them.
     """
 

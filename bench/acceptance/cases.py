@@ -242,7 +242,7 @@ CASES: Final[dict[str, Case]] = {}
 def case(
     section: str, title: str, judge: Judge, *, leaves: bool = False
 ) -> Callable[[Callable[[Context], None]], Callable[[Context], None]]:
-    """Returns a decorator that adds a body to the cases by its name; arguments as of :class:`Case`."""
+    """Returns a decorator that adds a body to the cases by its name; arguments as for :class:`Case`."""
 
     def add(body: Callable[[Context], None]) -> Callable[[Context], None]:
         CASES[body.__name__.removeprefix("_")] = Case(section, title, body, judge, leaves)

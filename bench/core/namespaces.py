@@ -250,7 +250,7 @@ def burst_bytes(rate: str) -> int:
     show the speed of the machine that plays all others, not of the link.
 
     Args:
-        rate: as of :func:`bytes_a_second`.
+        rate: see :func:`bytes_a_second`.
 
     Raises:
         ValueError: it is no rate.
@@ -264,7 +264,7 @@ def check_machines(ranks: int, machines: int, link: str | None) -> None:
     Args:
         ranks: number of ranks.
         machines: number of machines; 1 for none.
-        link: what each can send, as of :func:`bytes_a_second`; ``None`` does not limit it.
+        link: what each can send, see :func:`bytes_a_second`; ``None`` does not limit it.
 
     Raises:
         ValueError: they do not fit together.

@@ -69,7 +69,7 @@ def why_no_group(name: str, device: str) -> tuple[str | None, str]:
     """Returns why tensors on a device cannot go through a backend or lanes, and the command that adds it.
 
     Args:
-        name: as of :func:`split_lanes`.
+        name: see :func:`split_lanes`.
         device: type of the device.
     """
     backend, options = split_lanes(name)
@@ -82,7 +82,7 @@ def new_group(name: str, ranks: Sequence[int]) -> Any:
     """Returns a group of some ranks; called by all ranks of the default group.
 
     Args:
-        name: of a backend, as of :func:`split_lanes`.
+        name: of a backend, see :func:`split_lanes`.
         ranks: the members.
     """
     backend, options = split_lanes(name)
@@ -129,7 +129,7 @@ class Placement:
         return TCPStore(self.host, self.port, is_master=False, timeout=TIMEOUT)
 
     def initialize(self, rank: int, backend: str) -> None:
-        """Makes the default group, named as of :func:`split_lanes`; called by all ranks."""
+        """Makes the default group, named as by :func:`split_lanes`; called by all ranks."""
         name, options = split_lanes(backend)
         collectives.init_process_group(
             name, store=self._store(), rank=rank, world_size=self.size, timeout=TIMEOUT, pg_options=options

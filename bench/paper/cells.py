@@ -73,7 +73,7 @@ def random_loss(
     Args:
         name: of the model.
         batch: number of samples.
-        length: of each, as of :class:`~collectives.bench.models.Model`.
+        length: of each, see :class:`~collectives.bench.models.Model`.
         seed: of the random numbers.
         device: type of the device that the samples are moved to.
     """

@@ -292,7 +292,7 @@ def _meet(
     callers: Sequence[int],
     store: Any = None,
 ) -> None:
-    """Waits for all members of a new group; arguments and errors as of :func:`join_group`."""
+    """Waits for all members of a new group; arguments and errors as for :func:`join_group`."""
     default = default_group()
     lost = default.lost_ranks
     join_group(store or world.store, f"make/{name}", default.rank(), members, request, limit, lost, callers)

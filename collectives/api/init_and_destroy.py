@@ -77,7 +77,7 @@ def init_process_group(
         pg_options: options of the backend itself; with several backends a dict from their names to those of
             each.
         device_id: device that this process is bound to; an int counts devices of the accelerator.
-        _ranks: other numbers of the ranks, which make the group's name; for ``torch.distributed``'s own use.
+        _ranks: global ranks from which the group's name is derived; for internal use, as torch's.
 
     Raises:
         ValueError: there is a default group already, or arguments contradict each other or those of other

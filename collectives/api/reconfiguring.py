@@ -408,7 +408,7 @@ def _begin_world(
     """Makes the world of a process that has none.
 
     Args:
-        uuid: as of :func:`reconfigure_world`, like the next two.
+        uuid: see :func:`reconfigure_world`, like the next two.
         handles: likewise.
         backend: likewise.
         limit: time limit of operations.
@@ -443,7 +443,7 @@ def _unformed(backend: str, limit: timedelta, options: Any) -> tuple[ProcessGrou
     """Returns a default group without members, and of which backend it is.
 
     Args:
-        backend: as of :func:`reconfigure_world`.
+        backend: see :func:`reconfigure_world`.
         limit: time limit of operations.
         options: options of the backend.
     """
@@ -459,7 +459,7 @@ def _unformed(backend: str, limit: timedelta, options: Any) -> tuple[ProcessGrou
 
 
 def _kind_of(backend: str, limit: timedelta, options: Any) -> str:
-    """Returns what a world of this process would be, in words; arguments as of :func:`_unformed`."""
+    """Returns what a world of this process would be, in words; arguments as for :func:`_unformed`."""
     group, _ = _unformed(backend, limit, options)
     try:
         return group._kind()

@@ -368,8 +368,8 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         The rank within the group, from 0.
 
     Raises:
-        ValueError: the rank is not in the group, nor is this process, or the group was not made by
-            :func:`new_group`.
+        ValueError: the rank or this process is not in the group (not checked for the default group), or the
+            group was not made by :func:`new_group`.
         TypeError: ``group`` is no process group.
     """
     if group is world.default:

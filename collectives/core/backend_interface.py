@@ -590,7 +590,7 @@ class BackendInterface(Uncompiled, ABC):
         Args:
             store: a store of their own.
             limit: time limit.
-            look: as of :meth:`_take_members`.
+            look: see :meth:`_take_members`.
         """
         raise NotImplementedError
 
@@ -755,7 +755,7 @@ class BackendInterface(Uncompiled, ABC):
             async_op: whether to return before the operation is done.
 
         Returns:
-            The Work, as of :meth:`fast_collective`; ``None`` with nothing done.
+            The Work, see :meth:`fast_collective`; ``None`` with nothing done.
         """
         return None
 

@@ -32,11 +32,11 @@ _E = TypeVar("_E", bound=BaseException)
 class CollectiveFuture(Future[_T]):
     """A future of a collective.
 
-    A callback that issues collectives on another thread does so in an order that other ranks need not have:
-    ranks would add up what does not belong together. So within a backward pass, where communication hooks add
-    callbacks between the collectives of the pass, :meth:`then` blocks: it waits for the collective and runs
-    the callback itself. Hooks written for NCCL count on that order: its futures are done from the start.
-    ``add_done_callback`` never blocks, and is for callbacks that issue no collectives.
+    Callbacks that issue collectives from another thread may run in a different order on each rank, so that
+    ranks would reduce tensors that do not belong together. So within a backward pass, where communication
+    hooks add callbacks between the collectives of the pass, :meth:`then` blocks: it waits for the collective
+    and runs the callback itself. Hooks written for NCCL count on that order: its futures are done from the
+    start. ``add_done_callback`` never blocks, and is for callbacks that issue no collectives.
     """
 
     def then(self, callback: Callable[[Future[_T]], _S]) -> Future[_S]:
@@ -207,8 +207,8 @@ class Work(Uncompiled, ABC):
         It completes with the operation, or with its error. Callbacks run at once if it is done, else on a
         thread of this package, those of one future in the order in which they were added. They may wait for
         any operation and any future, and issue operations, those of a group in the same order on all ranks.
-        Therefore a callback that issues operations, and is added by ``then`` within a backward pass, runs
-        there, once the operation is done. So does one that was never seen before.
+        Therefore ``then`` of a collective's future, called within a backward pass, waits for the operation
+        and runs the callback on the calling thread.
 
         Futures of one group complete one after the other, in the order in which their operations ended. The
         callbacks of the next one begin when those of the previous one have returned or sleep, but not while

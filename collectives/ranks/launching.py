@@ -93,11 +93,11 @@ class Ranks:
 
     Args:
         nproc: number of ranks.
-        environment: as of :func:`launch`.
+        environment: see :func:`launch`.
         bind: likewise.
 
     Raises:
-        ValueError: as of :func:`launch`.
+        ValueError: see :func:`launch`.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Ranks:
         """Runs a function on all ranks; blocks until it has returned on all.
 
         Args:
-            function: as of :func:`launch`.
+            function: see :func:`launch`.
             args: its arguments.
 
         Returns:
             What the function returned, by rank.
 
         Raises:
-            RankFailedError: as of :func:`launch`; the ranks are ended.
+            RankFailedError: see :func:`launch`; the ranks are ended.
         """
         path, called = work_of(function, args)
         store = torch_distributed.TCPStore(  # type: ignore[attr-defined]

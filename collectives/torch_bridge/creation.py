@@ -191,15 +191,15 @@ def create_independent(
     """Returns a group for torch that is in no world; called by all its ranks, blocks until all have come.
 
     Args:
-        name: as of :func:`create`.
-        backend: as of :func:`create`.
+        name: see :func:`create`.
+        backend: see :func:`create`.
         store: a store that all ranks reach, of several such groups one after the other.
         rank: this process's rank.
         size: number of ranks.
         timeout: time limit for ranks to come and of operations.
         device: device of the tensors.
-        pg_options: as of :func:`create`.
-        fixed: as of :func:`create`.
+        pg_options: see :func:`create`.
+        fixed: see :func:`create`.
     """
     about = meet_outside_world(store, rank, size, backend, time_limit(timeout), f"{backend} group")
     about.pg_options = _with_fixed(pg_options, fixed, f"[rank {rank}] backend {name!r}")
@@ -213,7 +213,7 @@ def _group(
     existing: ProcessGroup | None = None,
     is_part: bool = False,
 ) -> TorchGroup:
-    """Returns a group for torch, around the existing one or a new one; arguments as of :func:`create`."""
+    """Returns a group for torch, around the existing one or a new one; arguments as for :func:`create`."""
     if existing is None:
         # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
         detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL

@@ -31,7 +31,7 @@ _IDENTITY = operator.attrgetter("_cdata")
 
 
 class PassOwner(Protocol):
-    """Who follows the tasks that deliver gradients."""
+    """What follows the tasks that deliver gradients."""
 
     def output_hook(self, forward: Any) -> None:
         """Called when the gradient of an output of forward was computed."""

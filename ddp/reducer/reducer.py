@@ -1,7 +1,8 @@
 """The reducer: averages gradients over all ranks while the backward pass computes them.
 
-Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is never searched: what
-is unused in a pass is what the autograd engine has not brought when it ends. A pass is synchronised where a
+Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is searched with
+``skip_all_reduce_unused_params`` only; otherwise, what is unused in a pass is what the autograd engine has
+not brought when it ends. A pass is synchronised where a
 forward that it belongs to ran outside ``no_sync``. The way of a gradient is in
 ``docs/internals/architecture.md``.
 """

@@ -75,10 +75,11 @@ def exchange(
 ) -> Any:
     """Waits until all ranks have called this; returns what is made of their records, or raises one error.
 
-    Whoever sees the last rank come, a rank dead, or its own limit passed, writes the outcome; the first word
-    counts, for ranks that come later too. All wait for that one key, so that what each asks does not grow
-    with their number. The last one looks for the records of all, since anybody may count on. Each deletes
-    its own record, and the last one to leave with an answer the rest; an error stays for who comes late.
+    A rank that sees the last rank arrive, a rank die or its own limit pass writes the outcome; the first one
+    written is final, also for ranks that come later. All wait for that one key, so that what each asks does
+    not grow with their number. The last rank looks for the records of all, since anybody may count on. Each
+    deletes its own record, and the last one to leave with an answer the rest; an error stays for those who
+    come late.
 
     Args:
         store: the ranks' store.

@@ -19,11 +19,11 @@
 // stages overwrites nothing that the operation before it may still read, because both fit into the buffer;
 // nobody reads what was there earlier, as all ranks have arrived since.
 //
-// A group of two has a fixed region at the end of the buffer, which holds its rings. Who reads a line there
-// also writes it, a result or what it holds anyway: the line is the reader's alone then, and its next writer
-// gets it at once (common/cache_line.hpp), so that a ring may be short enough to stay in the cores' own
-// caches (measured: 13 us instead of 17 for 256 KiB). Where more than one rank reads a line none may do that.
-// Nobody fills a ring before the arrival, when all are done with the operation before.
+// A group of two has a fixed region at the end of the buffer, which holds its rings. A rank that reads a line
+// there also writes it, a result or what it holds anyway: the line is the reader's alone then, and its next
+// writer gets it at once (common/cache_line.hpp), so that a ring may be short enough to stay in the cores'
+// own caches (measured: 13 us instead of 17 for 256 KiB). Where more than one rank reads a line none may do
+// that. Nobody fills a ring before the arrival, when all are done with the operation before.
 #pragma once
 
 #include <algorithm>

@@ -40,21 +40,22 @@ void Completions::Wait::count(int change) const {
 }
 
 void Completions::count(Turn turn, int change, bool collective) {
-  const auto found = lanes_.find(turn.lane);
-  if (found == lanes_.end() || found->second.turn != turn.number) return;
+  const auto found = queues_.find(turn.queue);
+  if (found == queues_.end() || found->second.turn != turn.number) return;
   (collective ? found->second.own : found->second.messages) += change;
 }
 
 void Completions::expect(std::uint64_t number, std::uint64_t group, bool collective) {
   const Turn parent = current_.turn;
-  const std::uint64_t depth = parent.lane == 0 ? 0 : std::min((parent.lane & kDeepest) + 1, kDeepest);
-  const Lane lane = group << kDepthBits | depth;
+  const std::uint64_t depth = parent.queue == 0 ? 0 : std::min((parent.queue & kDeepest) + 1, kDeepest);
+  const Queue queue = group << kDepthBits | depth;
   const std::lock_guard lock(mutex_);
-  if (!completions_.try_emplace(number, Completion{.lane = lane, .collective = collective, .parent = parent})
+  if (!completions_
+           .try_emplace(number, Completion{.queue = queue, .collective = collective, .parent = parent})
            .second ||
       !collective)
     return;
-  lanes_[lane].collectives.insert(number);
+  queues_[queue].collectives.insert(number);
   count(parent, 1);
 }
 
@@ -64,13 +65,13 @@ void Completions::push(std::uint64_t number) {
   if (found == completions_.end() || std::exchange(found->second.ended, true)) return;
   const Completion& completion = found->second;
   if (!completion.collective) {
-    add_due(completion.lane, number);
+    add_due(completion.queue, number);
     return;
   }
-  LaneState& lane = lanes_.at(completion.lane);
-  if (lane.ended++ == 0) lane.ended_since = now_ns();
-  add_ended(completion.lane, false);
-  if (lane.ended > 0) wake_watcher();
+  QueueState& queue = queues_.at(completion.queue);
+  if (queue.ended++ == 0) queue.ended_since = now_ns();
+  add_ended(completion.queue, false);
+  if (queue.ended > 0) wake_watcher();
 }
 
 void Completions::forget(std::uint64_t number) {
@@ -81,19 +82,19 @@ void Completions::forget(std::uint64_t number) {
   completions_.erase(found);
   if (!completion.collective) return;
   count(completion.parent, -1);
-  lanes_.at(completion.lane).collectives.erase(number);
-  add_ended(completion.lane, false);
-  forget_if_empty(completion.lane);
+  queues_.at(completion.queue).collectives.erase(number);
+  add_ended(completion.queue, false);
+  forget_if_empty(completion.queue);
 }
 
 // Makes collectives due that have ended: `all` of them, or up to the first one that has not.
-void Completions::add_ended(Lane name, bool all) {
-  LaneState& lane = lanes_.at(name);
-  for (auto next = lane.collectives.begin(); next != lane.collectives.end();) {
+void Completions::add_ended(Queue name, bool all) {
+  QueueState& queue = queues_.at(name);
+  for (auto next = queue.collectives.begin(); next != queue.collectives.end();) {
     if (completions_.at(*next).ended) {
       add_due(name, *next);
-      --lane.ended;
-      next = lane.collectives.erase(next);
+      --queue.ended;
+      next = queue.collectives.erase(next);
     } else if (all) {
       ++next;
     } else {
@@ -102,20 +103,20 @@ void Completions::add_ended(Lane name, bool all) {
   }
 }
 
-void Completions::add_due(Lane name, std::uint64_t number) {
-  LaneState& lane = lanes_[name];
-  lane.due.push_back(number);
-  if (lane.turn != 0) {
+void Completions::add_due(Queue name, std::uint64_t number) {
+  QueueState& queue = queues_[name];
+  queue.due.push_back(number);
+  if (queue.turn != 0) {
     wake_watcher();
-  } else if (lane.due.size() == 1) {  // else it is ready already
+  } else if (queue.due.size() == 1) {  // else it is ready already
     make_ready(name);
   }
 }
 
-void Completions::forget_if_empty(Lane name) {
-  const auto found = lanes_.find(name);
-  const LaneState& lane = found->second;
-  if (lane.turn == 0 && lane.due.empty() && lane.collectives.empty()) lanes_.erase(found);
+void Completions::forget_if_empty(Queue name) {
+  const auto found = queues_.find(name);
+  const QueueState& queue = found->second;
+  if (queue.turn == 0 && queue.due.empty() && queue.collectives.empty()) queues_.erase(found);
 }
 
 std::optional<Completions::Taken> Completions::poll() {
@@ -157,35 +158,35 @@ void Completions::close() {
 void Completions::end_turn() {
   const Current ended = std::exchange(current_, {});
   count(ended.parent, -1);
-  const auto found = lanes_.find(ended.turn.lane);
-  if (found == lanes_.end() || found->second.turn != ended.turn.number) return;  // the next began meanwhile
+  const auto found = queues_.find(ended.turn.queue);
+  if (found == queues_.end() || found->second.turn != ended.turn.number) return;  // the next began meanwhile
   found->second.turn = 0;
-  if (!found->second.due.empty()) ready_.push_back(ended.turn.lane);  // for this thread, or a quicker one
-  forget_if_empty(ended.turn.lane);
+  if (!found->second.due.empty()) ready_.push_back(ended.turn.queue);  // for this thread, or a quicker one
+  forget_if_empty(ended.turn.queue);
 }
 
 Completions::Taken Completions::take() {
-  const Lane name = ready_.front();
+  const Queue name = ready_.front();
   ready_.pop_front();
-  LaneState& lane = lanes_.at(name);
-  const std::uint64_t number = lane.due.front();
-  lane.due.pop_front();
-  lane.turn = ++last_turn_;
-  lane.thread = ::gettid();
-  lane.own = 0;
-  lane.messages = 0;
-  lane.began = now_ns();
-  lane.looked = 0;
-  lane.sleeps.reset();
+  QueueState& queue = queues_.at(name);
+  const std::uint64_t number = queue.due.front();
+  queue.due.pop_front();
+  queue.turn = ++last_turn_;
+  queue.thread = ::gettid();
+  queue.own = 0;
+  queue.messages = 0;
+  queue.began = now_ns();
+  queue.looked = 0;
+  queue.sleeps.reset();
   const Completion completion = completions_.at(number);
   completions_.erase(number);
-  current_ = {.turn = {name, lane.turn}, .parent = completion.collective ? completion.parent : Turn{}};
+  current_ = {.turn = {name, queue.turn}, .parent = completion.collective ? completion.parent : Turn{}};
   if (any_held()) wake_watcher();
   return {number, idle_.empty()};
 }
 
-void Completions::make_ready(Lane lane) {
-  ready_.push_back(lane);
+void Completions::make_ready(Queue queue) {
+  ready_.push_back(queue);
   if (idle_.empty()) return;
   Worker& worker = *idle_.back();
   leave_idle(worker);
@@ -193,12 +194,12 @@ void Completions::make_ready(Lane lane) {
 }
 
 // Whether something is to begin, though only after something else.
-bool Completions::is_held(const LaneState& lane) noexcept {
-  return lane.ended > 0 || (lane.turn != 0 && !lane.due.empty());
+bool Completions::is_held(const QueueState& queue) noexcept {
+  return queue.ended > 0 || (queue.turn != 0 && !queue.due.empty());
 }
 
 bool Completions::any_held() const {
-  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return is_held(lane.second); });
+  return std::any_of(queues_.begin(), queues_.end(), [](const auto& queue) { return is_held(queue.second); });
 }
 
 void Completions::wake_watcher() {
@@ -212,8 +213,8 @@ void Completions::look(std::unique_lock<std::mutex>& lock) {
     std::optional<std::uint64_t> sleeps;
   };
   std::vector<Held> all;
-  for (const auto& [name, lane] : lanes_) {
-    if (is_held(lane)) all.push_back({{name, lane.turn}, lane.thread, {}});
+  for (const auto& [name, queue] : queues_) {
+    if (is_held(queue)) all.push_back({{name, queue.turn}, queue.thread, {}});
   }
   lock.unlock();
   for (Held& held : all) {
@@ -222,18 +223,18 @@ void Completions::look(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   const Nanoseconds now = now_ns();
   for (const Held& held : all) {
-    const auto found = lanes_.find(held.turn.lane);
-    if (found == lanes_.end()) continue;
-    LaneState& lane = found->second;
-    if (lane.ended > 0 && now - lane.ended_since >= kLongestTurn) add_ended(held.turn.lane, true);
-    if (lane.turn == 0 || lane.turn != held.turn.number || lane.due.empty()) continue;
-    if (now - lane.looked < kLook) continue;
-    lane.looked = now;
-    const bool slept = lane.messages > 0 || (held.sleeps && held.sleeps == lane.sleeps);
-    lane.sleeps = held.sleeps;
-    if ((slept && lane.own == 0) || now - lane.began >= kLongestTurn) {
-      lane.turn = 0;
-      make_ready(held.turn.lane);
+    const auto found = queues_.find(held.turn.queue);
+    if (found == queues_.end()) continue;
+    QueueState& queue = found->second;
+    if (queue.ended > 0 && now - queue.ended_since >= kLongestTurn) add_ended(held.turn.queue, true);
+    if (queue.turn == 0 || queue.turn != held.turn.number || queue.due.empty()) continue;
+    if (now - queue.looked < kLook) continue;
+    queue.looked = now;
+    const bool slept = queue.messages > 0 || (held.sleeps && held.sleeps == queue.sleeps);
+    queue.sleeps = held.sleeps;
+    if ((slept && queue.own == 0) || now - queue.began >= kLongestTurn) {
+      queue.turn = 0;
+      make_ready(held.turn.queue);
     }
   }
 }

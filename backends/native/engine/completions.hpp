@@ -1,11 +1,11 @@
-// Which thread completes which operation, and when: what that calls may wait for other operations, and for
-// their completion.
+// Runs the callbacks of futures: on which thread, and when. A callback may wait for other operations and for
+// their callbacks.
 //
-// Completions of a lane come one after the other: those of collectives in the order of issue, as on all other
-// ranks, the rest in the order in which their operations ended. Those of different lanes come at the same
-// time, on different threads. A lane is a group and a depth: a completion that is asked for within another
-// one is one deeper, so that the other may wait for it. The next of a lane begins early where the one before
-// may wait for it: where that sleeps and waits for no collective of its own, or takes seconds.
+// Completions of a queue come one after the other: those of collectives in the order of issue, as on all
+// other ranks, the rest in the order in which their operations ended. Those of different queues come at the
+// same time, on different threads. There is a queue for each group and depth: a completion that is asked for
+// within another one is one deeper, so that the other may wait for it. The next one of a queue begins early
+// if the one before may wait for it: if that sleeps and waits for no collective of its own, or takes seconds.
 #pragma once
 
 #include <sys/types.h>
@@ -52,7 +52,7 @@ class Completions {
   // Tells that the calling thread waits for a collective, or a message, where it does so within a completion.
   class Wait {
    public:
-    explicit Wait(bool collective) : collective_(collective), counts_(current_.turn.lane != 0) {
+    explicit Wait(bool collective) : collective_(collective), counts_(current_.turn.queue != 0) {
       if (counts_) count(1);
     }
     Wait(const Wait&) = delete;
@@ -68,13 +68,13 @@ class Completions {
   };
 
  private:
-  using Lane = std::uint64_t;
+  using Queue = std::uint64_t;
   struct Turn {
-    Lane lane = 0;  // 0 for none
+    Queue queue = 0;  // 0 for none
     std::uint64_t number = 0;
   };
   struct Completion {
-    Lane lane = 0;
+    Queue queue = 0;
     bool collective = false;
     bool ended = false;
     Turn parent;  // in which it was asked for
@@ -84,7 +84,7 @@ class Completions {
     Turn turn;
     Turn parent;
   };
-  struct LaneState {
+  struct QueueState {
     std::set<std::uint64_t> collectives;  // not due, in the order of issue
     int ended = 0;                        // of these
     Nanoseconds ended_since = 0;
@@ -103,13 +103,13 @@ class Completions {
   };
 
   void count(Turn turn, int change, bool collective = true);
-  void add_due(Lane lane, std::uint64_t number);
-  void add_ended(Lane lane, bool all);
-  void forget_if_empty(Lane lane);
+  void add_due(Queue queue, std::uint64_t number);
+  void add_ended(Queue queue, bool all);
+  void forget_if_empty(Queue queue);
   void end_turn();
   Taken take();
-  void make_ready(Lane lane);
-  static bool is_held(const LaneState& lane) noexcept;
+  void make_ready(Queue queue);
+  static bool is_held(const QueueState& queue) noexcept;
   bool any_held() const;
   void wake_watcher();
   void look(std::unique_lock<std::mutex>& lock);
@@ -120,10 +120,10 @@ class Completions {
 
   std::mutex mutex_;
   std::unordered_map<std::uint64_t, Completion> completions_;  // not begun
-  std::unordered_map<Lane, LaneState> lanes_;  // of which something is expected, due or in progress
-  std::deque<Lane> ready_;                     // of which something is due and nothing in progress
-  std::vector<Worker*> idle_;                  // the last to come is the first to go
-  Worker* watcher_ = nullptr;                  // the idle one that looks at lanes whose next has to wait
+  std::unordered_map<Queue, QueueState> queues_;  // of which something is expected, due or in progress
+  std::deque<Queue> ready_;                       // of which something is due and nothing in progress
+  std::vector<Worker*> idle_;                     // the last to come is the first to go
+  Worker* watcher_ = nullptr;                     // the idle one that looks at queues whose next has to wait
   std::uint64_t last_turn_ = 0;
   bool closed_ = false;
 };

@@ -322,7 +322,7 @@ class RankContext {
   std::uint64_t buffer_position_ = 0;
   bool buffer_committed_ = false;
   const bool machine_crowded_;  // there are more ranks here than cores that they may use
-  const bool host_crowded_;     // there are more ranks on this host, on all its machines, than cores
+  const bool host_crowded_;     // more ranks on this physical host, over all its containers, than cores
   SpinPolicy spin_policy_[2];   // by Wait; of the thread that executes collectives
   Nanoseconds next_core_change_ = 0;
   Descriptor poll_event_;  // of a group that spans machines

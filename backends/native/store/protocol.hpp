@@ -34,8 +34,8 @@
 // ends the connection: the protocol has no error reply (but see kRefusalKey).
 //
 // Beyond torch's protocol: where there is a job secret, every connection begins with a handshake
-// (security/handshake.hpp), whose hello is kHello. Who sends a request instead gets kProofWanted, which a
-// client takes for a wrong answer to its first ping, and is hung up on.
+// (security/handshake.hpp), whose hello is kHello. A client that sends a request instead gets kProofWanted,
+// which a client takes for a wrong answer to its first ping, and is hung up on.
 #pragma once
 
 #include <cstddef>

@@ -108,7 +108,7 @@ class CollectivesCommunicator(DeviceCommunicatorBase):
         Args:
             input_: same shape and data type on every rank.
             dst: the rank that gathers, within the group.
-            dim: as of :meth:`all_gather`.
+            dim: see :meth:`all_gather`.
         """
         if self.rank_in_group != dst:
             gather(input_, None, group=self._group, group_dst=dst)
