@@ -16,8 +16,9 @@
 // reader's core still holds is slow to write, and one that its writer's core has not yet evicted is slow to
 // read: with a region in one place both would always be so (measured: 35 us instead of 14 for 256 KiB between
 // two cores). All ranks reserve the same regions, so each knows where the others' are. What an operation
-// stages overwrites nothing that the operation before it may still read, because both fit into the buffer;
-// nobody reads what was there earlier, as all ranks have arrived since.
+// stages overwrites nothing that the operation before it may still read, because both fit into the buffer,
+// with what a region that wraps leaves unused; nobody reads what was there earlier, as all ranks have arrived
+// since.
 //
 // A group of two has a fixed region at the end of the buffer, which holds its rings. A rank that reads a line
 // there also writes it, a result or what it holds anyway: the line is the reader's alone then, and its next

@@ -9,8 +9,10 @@ namespace {
 constexpr std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 constexpr std::size_t kSlotBytes = 4 << 10;
-// Several times the cache of a core: see algorithms/collective_context.hpp.
-constexpr std::size_t kBufferBytes = 4 << 20;
+// Several times the cache of a core: see algorithms/collective_context.hpp. An operation may have a staged
+// region and a ring, and the next one stages while others still read both: two rings, since one that does not
+// fit behind the region leaves the end unused, and two staged regions, at the bounds of the tuning.
+constexpr std::size_t kBufferBytes = (4 << 20) + (256 << 10);
 // As long as a ring, or a chunk alone, can be.
 constexpr std::size_t kFixedBytes = 1 << 20;
 

@@ -81,7 +81,7 @@ struct SegmentHeader {
 static_assert(sizeof(SegmentHeader) <= kPage);
 
 inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
-inline constexpr std::uint64_t kLayoutVersion = 10;
+inline constexpr std::uint64_t kLayoutVersion = 11;
 
 // Offsets in the segment.
 class SegmentLayout {

@@ -1,8 +1,10 @@
 // Every collective against formulas, on one machine and, for short ones, between machines.
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "tests/ranks.hpp"
@@ -117,6 +119,37 @@ void test_regions(Groups groups) {
   });
 }
 
+// A rank that stages what it sends, and fills no chunk, may be in the next operation while others still read
+// the staged part: operations whose rings wrap must leave it alone.
+void test_staged_beside_chunks(Groups groups) {
+  constexpr std::size_t kStaged = 4096;
+  constexpr std::size_t kLong = 131'072;
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Rank me(*groups[static_cast<std::size_t>(r)]);
+    const auto length = [](int from, int to) {
+      return to != 1 ? 0 : from == 0 ? kStaged : from == 2 ? kLong : 0;
+    };
+    for (int round = 0; round < 40; ++round) {
+      std::vector<std::vector<std::int32_t>> inputs;
+      std::vector<std::vector<std::int32_t>> outputs;
+      Request request = request_for(Opcode::all_to_all);
+      for (int other = 0; other < me.size(); ++other) {
+        inputs.push_back(values_of(r, length(r, other), round));
+        outputs.emplace_back(length(other, r));
+      }
+      for (auto& part : inputs) request.inputs.push_back({bytes_of(part), part.size() * 4});
+      for (auto& part : outputs) request.outputs.push_back({bytes_of(part), part.size() * 4});
+      // The others sleep meanwhile, and then wake later than this one issues its next.
+      if (r == 0 && round % 2 == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      me.run(request);
+      for (int other = 0; other < me.size(); ++other) {
+        CHECK(outputs[static_cast<std::size_t>(other)] == values_of(other, length(other, r), round));
+      }
+    }
+    groups[static_cast<std::size_t>(r)]->shutdown(true);
+  });
+}
+
 void test_short_collectives(Groups groups) {
   on_all(static_cast<int>(groups.size()), [&](int r) {
     Rank me(*groups[static_cast<std::size_t>(r)]);
@@ -172,6 +205,7 @@ Tests collectives_tests() {
       {"collectives, 5 attached ranks", [] { test_collectives(attached_ranks(5)); }},
       {"regions, 2 ranks", [] { test_regions(shared_ranks(2)); }},
       {"regions, 3 attached ranks", [] { test_regions(attached_ranks(3)); }},
+      {"staged parts beside chunks", [] { test_staged_beside_chunks(shared_ranks(4, 2)); }},
       {"collectives, 1 rank of 2 threads", [] { test_collectives(shared_ranks(1, 2)); }},
       {"collectives, 2 ranks of 2 threads", [] { test_collectives(shared_ranks(2, 2)); }},
       {"collectives, 2 ranks of 8 threads", [] { test_collectives(shared_ranks(2, 8)); }},
