@@ -48,13 +48,14 @@ class _FlatBroadcast:
             offsets.append(end)
             size = tensor.numel() * tensor.element_size()
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._message = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
-        self._places = [
-            self._message[offset : offset + tensor.numel() * tensor.element_size()]
-            .view(tensor.dtype)
-            .view(tensor.shape)
-            for offset, tensor in zip(offsets, tensors, strict=True)
-        ]
+        with torch.inference_mode(False):  # a later forward outside of it writes there, too
+            self._message = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
+            self._places = [
+                self._message[offset : offset + tensor.numel() * tensor.element_size()]
+                .view(tensor.dtype)
+                .view(tensor.shape)
+                for offset, tensor in zip(offsets, tensors, strict=True)
+            ]
 
     def start(self, tensors: Sequence[torch.Tensor], root: int, *, blocking: bool = False) -> None:
         """Sends the root's tensors; called by all ranks. :meth:`finish` must follow.

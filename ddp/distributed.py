@@ -472,7 +472,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if is_outside(new_process_group):
             return
         former, rate = self.process_group, self.reducer.clock.sample_rate
-        self._use_group(resolve_group(new_process_group), new_process_group)
+        group = resolve_group(new_process_group)
+        self.reducer.retire()
+        self._use_group(group, new_process_group)
+        self.require_forward_param_sync = True  # as on ranks that have not been in the former group
         self.reducer.clock.sample_rate = rate
         self._comm_hooks = [
             (hook, self.process_group if state is former else state) for hook, state in self._comm_hooks
@@ -758,6 +761,7 @@ class _ModelJoinHook(JoinHook):
         root = torch.tensor([group.rank() if is_last_joiner else -1], device=model.device)
         group.allreduce([root], _MAX).wait()
         broadcast_coalesced(group, model._common_state(), int(group.to_host(root)))
+        model.reducer.leave_join()
 
 
 # ---- torch.compile -----------------------------------------------------------------------------------------

@@ -27,12 +27,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from collectives import AllreduceOptions, ProcessGroup, ReduceOp, UnsupportedOperationError, Work
+from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
 from collectives.core.work import CompletedWork
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
+from collectives.ddp.errors import JoinError, UnevenInputsError
 from collectives.dynamo import Uncompiled
-from collectives.errors import DistBackendError
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
@@ -44,9 +43,6 @@ _FAILED = -1
 
 _SKEW = 1000
 """A rank that has shadowed so many iterations warns."""
-
-_KNOWN_TO_ALL = (GradientSyncError, JoinError, ModelMismatchError, DistBackendError)
-"""Errors that are raised on all ranks, or leave a group behind that carries nothing any more."""
 
 _open: set[ProcessGroup] = set()
 """Groups over which a context is open in this process."""
@@ -391,8 +387,9 @@ class Join(Uncompiled):
 
     def _report_failure(self, error: BaseException) -> None:
         """Tells the other ranks of an error that only this one may know of; does not block."""
-        known = isinstance(error, _KNOWN_TO_ALL) and not isinstance(error, UnsupportedOperationError)
-        if self._protocol is not None and not known:
+        # Errors of collectives may be those of another group, of which the others know nothing. Where all
+        # ranks raise, all announce it; over a group that is broken, that raises.
+        if self._protocol is not None and not isinstance(error, JoinError):
             with contextlib.suppress(Exception):
                 self._protocol.announce_failure()
 

@@ -170,7 +170,15 @@ class _Steps:
         made.__name__ = made.__qualname__ = f"{getattr(hook, '__name__', 'hook')}_with_zero_step"
         made.updates_parameters = True
         made.process_group = self._zero.process_group
-        made.pass_failed = self.pass_failed
+
+        def pass_failed() -> None:
+            self.pass_failed()
+            if hasattr(hook, "pass_failed"):
+                hook.pass_failed()
+
+        made.pass_failed = pass_failed
+        if hasattr(hook, "buckets_rebuilt"):
+            made.buckets_rebuilt = hook.buckets_rebuilt
         result: Hook = comm_hook(made)
         return result
 

@@ -127,8 +127,9 @@ class _CastHook:
         self.is_local = bool(getattr(hook, "is_local", False))
         self.updates_parameters = bool(getattr(hook, "updates_parameters", False))
         self.averages_a_part = bool(getattr(hook, "averages_a_part", False))
-        if hasattr(hook, "pass_failed"):
-            self.pass_failed = hook.pass_failed
+        for told in ("pass_failed", "buckets_rebuilt"):
+            if hasattr(hook, told):
+                setattr(self, told, getattr(hook, told))
         # torch asks hooks for the names that functions have.
         name = f"{getattr(hook, '__name__', 'hook')}_as_{str(dtype).removeprefix('torch.')}"
         self.__name__ = self.__qualname__ = name

@@ -429,9 +429,9 @@ def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], flat: torch.
         else:
             known[key] = kept.to(flat.device)
     if fresh:  # the same for the same seed on every device
-        generator = torch.Generator().manual_seed(int(state.rng.randint(_SEEDS)))
+        generator = torch.Generator("cpu").manual_seed(int(state.rng.randint(_SEEDS)))
         for key, shape in fresh.items():
-            known[key] = torch.randn(shape, generator=generator).to(flat)
+            known[key] = torch.randn(shape, generator=generator, device="cpu").to(flat)
     for batch in batches:
         batch.q = torch.stack([known[key] for key in batch.keys])
         orthogonalize(batch.q, state.orthogonalization_epsilon)

@@ -91,7 +91,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        self._ready = False
+        self._ready = self._shadows = False
         self.process_group = resolve_group(process_group)
         self._given_group: Any = self.process_group if process_group is None else process_group
         _check_class(optimizer_class)
@@ -102,6 +102,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         Joinable.__init__(self)
         super().__init__(params if isinstance(params, torch.Tensor) else list(params), defaults)
+        if not any(group["params"] for group in self.param_groups):
+            raise ValueError("there is no parameter in any group; give one at least")
         _check_kinds(self.param_groups)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
@@ -274,7 +276,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     "parameters: register a hook from hook_with_zero_step() on the model"
                 )
             return loss
-        Join.notify_join_context(self)
+        if not self._shadows:
+            Join.notify_join_context(self)
         return self._step(**kwargs)
 
     def _step(self, **kwargs: Any) -> Any:
@@ -475,9 +478,15 @@ class _StepHook(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Takes part in a step."""
-        if not self._optimizer.overlap_with_ddp:
-            self._optimizer._step()
+        """Takes part in a step, with the step hooks that users have registered."""
+        optimizer = self._optimizer
+        if optimizer.overlap_with_ddp:
+            return
+        optimizer._shadows = True
+        try:
+            optimizer.step()
+        finally:
+            optimizer._shadows = False
 
 
 def _check_class(optimizer_class: object) -> None:

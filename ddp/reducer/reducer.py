@@ -121,6 +121,7 @@ class Reducer:
         self._must_rebuild = False
         self._was_captured = False
         self._latest: Forward | None = None
+        self._is_retired = False
         self._running: Forward | None = None
         self._shadowed: list[Forward] = []
         self._open_tasks: set[int] = set()
@@ -260,6 +261,15 @@ class Reducer:
         self._recovery.ended = self._recovery.left_out = 0
         self._end.progress = Progress(accumulated=self._end.progress.has_gradients())
 
+    def leave_join(self) -> None:
+        """Counts anew what ranks have done since the last common pass, as :meth:`enter_join` does."""
+        self._end.progress = Progress(accumulated=self._end.progress.has_gradients())
+
+    def retire(self) -> None:
+        """Ends this reducer, in whose place another one comes: what lives of its outputs reduces nothing."""
+        self._hooks = self._strangers = engine.GradientHooks([])
+        self._latest, self._is_retired = None, True
+
     def shadow_forward(self) -> None:
         """Takes part in a synchronised forward of other ranks, in place of :meth:`prepare_for_backward`."""
         forward = Forward(sync=True)
@@ -328,6 +338,8 @@ class Reducer:
         It may be the beginning of ``torch.autograd.grad``, which accumulates nothing: such a task leaves no
         trace.
         """
+        if self._is_retired:
+            return
         with self._lock:
             current = self._pass
             if forward not in current.forwards:  # before the pass begins with what its forwards reach

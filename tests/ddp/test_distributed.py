@@ -393,3 +393,35 @@ def test_the_group_can_be_changed(backend: str, plain: bool) -> None:
         run_world(other_groups, 3, False, options)
     else:
         run_torch(other_groups, 3, True, options, backend=backend)
+
+
+def keeps_an_output(rank: int, size: int) -> None:
+    alone = collectives.new_group([0])
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    kept = model(torch.ones(1, 2))
+    model._update_process_group(alone)
+    if rank == 0:
+        model(torch.ones(1, 2)).sum().backward()
+        kept.sum().backward()
+    collectives.barrier()  # which an all-reduce of the former group would meet
+
+
+def test_an_output_that_lives_averages_nothing_over_the_former_group() -> None:
+    run_world(keeps_an_output, 2)
+
+
+def validates_on_some(rank: int, size: int) -> None:
+    alone, world = collectives.new_group([0]), collectives.group.WORLD
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model(torch.randn(4, 2)).sum().backward()
+    model._update_process_group(alone)
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.randn(4, 2))
+    model._update_process_group(world)
+    model.zero_grad()
+    model(torch.randn(4, 2)).sum().backward()
+
+
+def test_ranks_agree_on_buffers_after_some_have_validated_in_another_group() -> None:
+    run_world(validates_on_some, 2)

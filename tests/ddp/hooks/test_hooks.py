@@ -16,6 +16,7 @@ from torch import nn
 from collectives import PeerLostError
 from collectives.backends.host import ProcessGroupHost
 from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
+from collectives.ddp.hooks.ddp_zero_hook import hook_with_zero_step
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import (
     allreduce_hook,
@@ -24,6 +25,7 @@ from collectives.ddp.hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from collectives.ddp.optim import ZeroRedundancyOptimizer
 
 
 def model():
@@ -387,3 +389,39 @@ def test_complex_gradients_are_compressed_as_pairs_or_refused() -> None:
     assert all(torch.equal(g, g.half().float()) and g[..., 1].abs().sum() > 0 for g in first)
     for message in run_ranks(complex_gradients, 2, "wrapped", backend="host"):
         assert "torch.complex64 gradients (bias, weight) cannot be cast to torch.float16" in message
+
+
+class Told:
+    """A hook that is told of failed passes and of buckets laid out anew."""
+
+    __name__ = "told"
+
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, state, bucket):
+        raise AssertionError
+
+    def pass_failed(self):
+        self.told.append("failed")
+
+    def buckets_rebuilt(self, before, after):
+        self.told.append("rebuilt")
+
+
+def test_wrappers_pass_on_what_hooks_are_told():
+    hook = Told()
+    wrapped = fp16_compress_wrapper(hook)
+    wrapped.pass_failed()
+    wrapped.buckets_rebuilt([], [])
+    assert hook.told == ["failed", "rebuilt"]
+
+
+@on_ranks(1)
+def test_steps_in_hooks_pass_on_what_hooks_are_told(group):
+    hook, model = Told(), DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, overlap_with_ddp=True, lr=0.1)
+    wrapped = hook_with_zero_step(hook, model, zero)
+    wrapped.pass_failed()
+    wrapped.buckets_rebuilt([], [])
+    assert hook.told == ["failed", "rebuilt"]

@@ -19,6 +19,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 import collectives as dist
+import collectives.ddp.hooks.powerSGD_hook as powerSGD_hook_module
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.powerSGD_hook import (
     PowerSGDState,
@@ -525,3 +526,12 @@ def test_a_state_of_another_model_is_refused(group, cap):
         averaged(second, random_gradients(shapes, group.rank(), 0))
     message = str(caught.value)
     assert "an error of 240 elements for a, whose gradient has 260" in message
+
+
+def test_the_first_factors_do_not_depend_on_the_default_device():
+    state = PowerSGDState(matrix_approximation_rank=1)
+    batch = powerSGD_hook_module._Batch(["w"], [["w"]], [slice(0, 64)], (8, 8), 1)
+    flat = torch.ones(64)
+    with torch.device("meta"):
+        powerSGD_hook_module._first_factors(state, [batch], flat)
+    assert batch.q.device.type == "cpu"

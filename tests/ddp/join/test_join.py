@@ -15,6 +15,7 @@ from uneven_inputs import SUM, Counter, batch, net
 from collectives import BroadcastOptions
 from collectives.ddp import DistributedDataParallel, Join, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.optim import ZeroRedundancyOptimizer
 
 COUNTS = {"one early": [1, 4, 3], "none at all": [2, 0, 3], "last first": [3, 3, 1], "even": [2, 2, 2]}
 
@@ -325,3 +326,28 @@ def test_a_joinable_of_the_user_beside_a_model() -> None:
     results = run_ranks(with_a_counter, 3, backend="host")
     assert [total for total, _ in results] == [9.0] * 3
     check_paths(*zip(*(model for _, model in results), strict=True))
+
+
+@on_ranks(2)
+def test_even_training_after_uneven_micro_batches(group):
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    with model.join():
+        for step in range(1 + group.rank()):
+            with model.no_sync() if step else contextlib.nullcontext():
+                model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@on_ranks(2)
+def test_step_hooks_of_an_optimizer_run_on_ranks_that_have_joined(group):
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
+    calls = []
+    zero.register_step_pre_hook(lambda *_: calls.append(1))
+    with Join([model, zero]):
+        for _ in range(1 + group.rank()):
+            zero.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            zero.step()
+    assert len(calls) == 2

@@ -25,7 +25,7 @@ from collectives.ddp.hooks.ddp_zero_hook import hook_with_zero_step
 from collectives.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from collectives.ddp.optim import ZeroRedundancyOptimizer
-from collectives.errors import DistNetworkError, QueueEmptyError, UnsupportedOperationError
+from collectives.errors import DistNetworkError, GroupAbortedError, QueueEmptyError, UnsupportedOperationError
 
 
 def caught(function):
@@ -226,3 +226,19 @@ def test_a_rank_that_dies_ends_the_wait_of_those_that_joined() -> None:
     with pytest.raises(RankFailedError) as raised:
         run_ranks(dying, 3, backend="host", isolated=True, timeout=30)
     assert "PeerLostError" in "".join(raised.value.errors.values())
+
+
+@on_ranks(2, timeout=60)
+def test_an_error_of_another_group_is_told_to_the_others(group):
+    ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+    def loop():
+        with ddp.join():
+            for step in range(2):
+                if (group.rank(), step) == (0, 1):
+                    raise GroupAbortedError("a group of the user's broke", 0)
+                ddp(torch.ones(1, 2)).sum().backward()
+
+    error = caught(loop)
+    assert error is not None
+    assert error[0] is (GroupAbortedError if group.rank() == 0 else JoinError)

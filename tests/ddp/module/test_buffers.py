@@ -177,3 +177,14 @@ def writers(group, how):
 def test_only_values_that_change_are_seen_by_autograd(how, written) -> None:
     for rank, found in enumerate(run_ranks(writers, 2, how, backend="host")):
         assert found == ["fine", "modified" if rank in written else "fine"]
+
+
+@on_ranks(2)
+def test_validation_in_inference_mode_before_training(group):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = DistributedDataParallel(module, process_group=group)
+    x = torch.randn(4, 2)
+    with torch.inference_mode():
+        model(x)
+    for _ in range(2):
+        model(x).sum().backward()

@@ -303,3 +303,9 @@ def test_wrong_use_is_refused_and_leaves_the_optimizer_usable(group):
             call()
     train(ddp, zero, group, steps=1)
     assert len(zero.param_groups) == 1
+
+
+@on_ranks(1)
+def test_groups_without_parameters_are_refused(group):
+    with pytest.raises(ValueError, match="no parameter in any group"):
+        ZeroRedundancyOptimizer([{"params": []}], torch.optim.SGD, group, lr=0.1)
