@@ -297,7 +297,9 @@ def _gloo_options(options: GroupOptions) -> Any:
             f"torch.distributed.ProcessGroupGloo._Options, but is {given!r} of type "
             f"{type(given).__name__}"
         )
-    made = kind() if given is None else given
+    made = kind()
+    if given is not None:  # the user's, who may give it to another group, too
+        made._threads, made._devices = given._threads, list(given._devices)
     made._timeout = options.timeout
     if not made._devices:
         made._devices = [_device(name) for name in _interfaces()]

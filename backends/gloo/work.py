@@ -20,7 +20,7 @@ from collectives.backends._shared.work import OperationWork
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import CompletedWork, Work
-from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, UnsupportedOperationError
 from collectives.threads import start_thread
 from collectives.time_limits import seconds_to_wait
 
@@ -214,7 +214,12 @@ class MessageGlooWork(OperationWork):
             if returned:
                 interruption = raised
             elif isinstance(raised, RuntimeError) and not local:
-                error = self._owner.failed(self.operation, raised)
+                try:
+                    error = self._owner.failed(self.operation, raised)
+                except BaseException as signalled:  # noqa: BLE001 - of a handler; the message has failed
+                    interruption = signalled
+                    text = f"{self._owner.where} {self.operation}: Gloo failed: {raised}"
+                    error = DistBackendError(text, **self.operation.about)
                 error.__cause__ = raised
             else:
                 self._claim.release()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from collectives.api.world_state import own_group
+from collectives.core.arguments.validation import checked_call
 from collectives.core.operations import (
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
@@ -86,6 +87,7 @@ def defer(
     calls = pending.get((threading.get_ident(), group))
     if calls is None:
         return False
+    checked_call(group, operation, output, input, op=op)  # what is wrong raises before anything is sent
     calls.append(_Deferred(operation, op, output, input))
     return True
 

@@ -542,6 +542,12 @@ def split_group(
         where = f"[rank {parent.rank()}] split_group on {parent.describe()}"
         if not split_ranks:
             raise ValueError(f"{where}: split_ranks must be given, a list of lists of ranks of this group")
+        try:  # as of other types with the same values, the ranks' requests would differ
+            split_ranks = [[operator.index(r) for r in part] for part in split_ranks]
+        except TypeError as error:
+            raise TypeError(
+                f"{where}: split_ranks must be a list of lists of int, but is {split_ranks!r}"
+            ) from error
         named = [r for part in split_ranks for r in part]
         if not all(split_ranks):
             raise ValueError(f"{where}: a group has at least one rank, but split_ranks is {split_ranks}")
@@ -553,6 +559,7 @@ def split_group(
             )
         config = record.config if backend is None else _part_of(record.config, backend, where)
         limit = limit_of(timeout, config.names())
+        check_usable(config, pg_options)
         mine = next((sorted(part) for part in split_ranks if parent.rank() in part), [])
         members = tuple(record.ranks[r] for r in mine)
         name = f"{record.name}.split"
@@ -628,8 +635,9 @@ def shrink_group(
         members = [rank for place, rank in enumerate(record.ranks) if place not in ranks_to_exclude]
         if shrink_flags == SHRINK_ABORT:
             abort_all([old])
-        name = f"{record.name}.shrunk"
-        name += str(local_turn(f"{name} to {members}"))
+        turn = local_turn(f"{record.name}.shrunk to {members}")
+        # Of the members, too: who calls again without one more is not held up by what it left behind.
+        name = f"{record.name}.shrunk.{hashed_name(members, '')[:8]}.{turn}"
         request = f"group {name} of ranks {members} on {record.config!r}"
         here, replaces, standby = default.rank(), old is default, world.standby
         store, moved = world.store, None

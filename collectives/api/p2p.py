@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from collectives.api.world_state import group_rank, member_group, own_group, world_rank
-from collectives.core.arguments.validation import check_tensor, fail
+from collectives.core.arguments.validation import check_tensor, fail, received, sent
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.dynamo import Uncompiled
@@ -252,7 +252,9 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         One Work for each; wait for all of them.
 
     Raises:
-        ValueError: the list is empty, holds something else than :class:`P2POp`, or more than one group.
+        ValueError: the list is empty, holds something else than :class:`P2POp`, or more than one group; or a
+            message cannot be sent or received. Nothing is sent then.
+        UnsupportedOperationError: the group does not offer such a message. Nothing is sent then.
 
     Example:
         With 2 ranks::
@@ -272,5 +274,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     for op in p2p_op_list:
         if op.group is not group:
             raise ValueError(f"a batch runs on one group, but this one names {group!r} and {op.group!r}")
+    for op in p2p_op_list:  # all of them before the first leaves
+        (sent if op.op is isend else received)(group, op.tensor, op.group_peer, op.tag)
     with group._together():
         return [_begin(group, op.op is isend, op.tensor, op.group_peer, op.tag) for op in p2p_op_list]

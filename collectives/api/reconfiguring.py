@@ -424,8 +424,8 @@ def _begin_world(
     world.pid = os.getpid()
     world.default = group
     register_unformed(group, config)
-    group._meeting_place = place or _own_place()
     try:
+        group._meeting_place = place or _own_place()
         group._reconfigure(uuid, handles, meeting_limit, is_over)
     except BaseException:
         group._meeting_place = None

@@ -6,6 +6,7 @@ Each failure names both values and the rank.
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -191,7 +192,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_same_dtype(group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Checks that all tensors have the data type and the device of the first."""
+    """Checks that all tensors have the data type, the device and the layout of the first."""
     if not tensors:
         return
     first = tensors[0]
@@ -203,6 +204,9 @@ def check_same_dtype(group: Group, operation: str, tensors: Sequence[torch.Tenso
             fail(group, operation, reason)
         if tensor.device != first.device:
             reason = f"{what} must be on one device, but 0 is on {first.device} and {i} on {tensor.device}"
+            fail(group, operation, reason)
+        if tensor.layout is not first.layout:
+            reason = f"{what} must have one layout, but entry 0 is {first.layout} and {i} {tensor.layout}"
             fail(group, operation, reason)
 
 
@@ -269,13 +273,15 @@ def check_factor(group: Group, operation: str, op: ReduceOp) -> None:
 
 
 def check_pair(group: Group, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
-    """Checks that input and output are tensors of one data type on one device."""
+    """Checks that input and output are tensors of one data type and layout on one device."""
     check_tensor(group, operation, output, "output")
     check_tensor(group, operation, input, "input")
     if output.dtype is not input.dtype:
         fail(group, operation, f"output is {output.dtype}, but input is {input.dtype}")
     if output.device != input.device:
         fail(group, operation, f"output is on {output.device}, but input on {input.device}")
+    if output.layout is not input.layout:
+        fail(group, operation, f"output is {output.layout}, but input is {input.layout}")
 
 
 def check_even(group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -350,6 +356,7 @@ def check_splits(
     """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
 
     Raises:
+        TypeError: the splits are no list of int.
         ValueError: the splits do not add up, are negative or not one per rank; or, without splits, dimension
             0 does not divide.
     """
@@ -363,6 +370,10 @@ def check_splits(
             )
             fail(group, operation, reason)
         return [tensor.numel() // size] * size
+    try:
+        splits = [operator.index(split) for split in splits]
+    except TypeError:
+        fail(group, operation, f"split sizes of {what} must be a list of int, but are {splits!r}", TypeError)
     if len(splits) != size:
         reason = f"split sizes of {what} must be one for each of {size} ranks, but are {len(splits)}"
         fail(group, operation, reason)
@@ -551,7 +562,8 @@ def _check_sizes(group: Group, call: Call) -> None:
     tensors = [tensor for operand in (single | lists).values() for tensor in operand]
     check_same_dtype(group, name, tensors, " and ".join(single | lists))
     check_numel(group, name, own, output, size, because)
-    if operation is operations.ALL_REDUCE_INTO_TENSOR and own.data_ptr() != call.input.data_ptr():
+    into_another = operation is operations.ALL_REDUCE_INTO_TENSOR and own.layout is torch.strided
+    if into_another and own.data_ptr() != call.input.data_ptr():
         check_apart(group, name, [[own], []], [[], call.inputs])
     listed = [tensor for operand in lists.values() for tensor in operand]
     check_even(group, name, listed, " and ".join(lists))
@@ -601,16 +613,14 @@ _PAIRS: dict[tuple[Operand, Operand], Callable[..., None]] = {
 def _coalesced(group: Group, call: Call, tensors: Any) -> Call:
     """Returns the call of several all-reduces."""
     admitted: tuple[Any, ...] = ()
-    for tensor in tensors:
-        if tensor.__class__ is not torch.Tensor:
-            check_tensor(group, "all_reduce", tensor)
+    call.outputs = [check_tensor(group, "all_reduce", tensor) for tensor in tensors]
+    for tensor in call.outputs:
         about = tensor.dtype, tensor.device, tensor.layout
         if about != admitted:  # most lists are of one kind
             group._admit("all_reduce", tensor, call.op)
             admitted = about
         if not tensor.is_contiguous():
             check_outputs(group, "all_reduce", [tensor])
-    call.outputs = tensors
     return call
 
 

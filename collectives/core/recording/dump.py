@@ -120,7 +120,10 @@ def snapshot(reason: str) -> dict[str, Any]:
 def _own_rank(groups: Sequence[Mapping[str, Any]]) -> int:
     """Returns this process's rank in its largest group, which is the world; -1 without groups."""
     largest = max(groups, key=lambda group: int(group["size"]), default=None)
-    return -1 if largest is None else int(largest["global_ranks"][largest["rank"]])
+    if largest is None:
+        return -1
+    rank, known = int(largest["rank"]), largest["global_ranks"]
+    return int(known[rank]) if rank < len(known) else rank  # while the group takes other members
 
 
 def dump(path: str | Path | None, reason: str) -> Path:

@@ -27,7 +27,10 @@ from collectives import (
     ReduceOp,
     UnsupportedOperationError,
 )
+from collectives.backends._shared.operation import Operation
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
+from collectives.backends.gloo.work import MessageGlooWork
+from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.types import make_premul_sum
 from collectives.registry.backends import GroupOptions, create_group
 
@@ -457,3 +460,49 @@ def interrupted(group: ProcessGroup) -> tuple[bool, list[float]]:
 def test_a_signal_during_a_receive_leaves_it_done() -> None:
     results = run_ranks(interrupted, 2, backend="gloo", isolated=True)
     assert results == [(True, [1.0] * 2), (True, [])]
+
+
+class Fails:
+    """Stands for a message of Gloo and its group: it fails, and a signal comes while the cause is sought."""
+
+    where = "[rank 0]"
+
+    def wait(self, _: timedelta) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    def failed(self, *_: object) -> DistBackendError:
+        raise KeyboardInterrupt
+
+    def refuse_in_child(self, _: object) -> None:
+        pass
+
+
+def test_a_message_has_failed_though_a_signal_comes_while_the_cause_is_sought() -> None:
+    operation = Operation(FlightRecord(lambda _: None), "recv", 1, [], timedelta(seconds=60))
+    work = MessageGlooWork(Fails(), Fails(), operation, operation.begin(), 1)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.is_completed()
+    with pytest.raises(DistBackendError, match="Connection closed by peer"):
+        work.wait(timedelta(seconds=1))
+
+
+def keeps_the_users_options(group: ProcessGroup) -> None:
+    options = GLOO_OPTIONS()
+    before = options._timeout
+    made = create_group(
+        "gloo",
+        GroupOptions(
+            dist.PrefixStore("other", current_store()),
+            group.rank(),
+            group.size(),
+            timeout=timedelta(seconds=7),
+            pg_options=options,
+        ),
+    )
+    assert (options._devices, options._timeout) == ([], before)
+    made.shutdown()
+
+
+def test_the_users_options_stay_as_they_are() -> None:
+    run_ranks(keeps_the_users_options, 2, backend="gloo")

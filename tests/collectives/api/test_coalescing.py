@@ -142,3 +142,22 @@ def test_old_reductions() -> None:
         assert dist.reduce_op.SUM == dist.ReduceOp.SUM
     with pytest.raises(AttributeError, match="reduce_op has SUM, PRODUCT, MIN, MAX, but not 'AVG'"):
         _ = dist.reduce_op.AVG
+
+
+def reduce_and_gather(tensor: torch.Tensor) -> None:
+    with dist._coalescing_manager():
+        dist.all_reduce(tensor)
+        dist.all_gather_single(torch.empty(3), torch.ones(1))
+
+
+def wrong_inside(rank: int, size: int) -> None:
+    tensor = torch.ones(2)
+    with pytest.raises(ValueError, match="output has 3 elements"):
+        reduce_and_gather(tensor)
+    dist.barrier()
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+def test_nothing_is_sent_where_arguments_are_wrong(backend: str) -> None:
+    run_world(wrong_inside, 2, backend=backend)

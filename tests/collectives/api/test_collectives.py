@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import run_world
@@ -225,3 +226,45 @@ def test_reductions_are_made_as_in_torch() -> None:
         dist.ReduceOp(9)
     with pytest.raises(TypeError, match="op must be a ReduceOp"):
         dist.ReduceOp(None)
+
+
+def wrong_layouts_and_memory(rank: int, size: int) -> None:
+    """On one rank, which keeps its turn; all ranks go on together."""
+    dense, sparse, freed = torch.ones(2), torch.ones(2).to_sparse(), torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"must have one layout, but entry 0 is torch.strided and 2"):
+            dist.reduce_scatter(torch.empty(2), [dense, sparse])
+        with pytest.raises(ValueError, match="must have one layout"):
+            dist.all_to_all([dense.clone(), dense.clone()], [dense, sparse])
+        with pytest.raises(ValueError, match=r"output is torch.strided, but input is torch.sparse_coo"):
+            dist.reduce_scatter_single(torch.empty(1), sparse)
+        with pytest.raises(dist.UnsupportedOperationError, match=r"layout torch.sparse_coo are not taken"):
+            dist.all_reduce_into_tensor(sparse.clone(), sparse)
+        with pytest.raises(TypeError, match="without memory of its own"):
+            dist.group.WORLD.allreduce_coalesced([freed])
+    given = torch.ones(2)
+    dist.group.WORLD.allreduce_coalesced(one for one in [given]).wait()
+    assert given.tolist() == [size] * 2
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [size] * 2
+
+
+@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+def test_wrong_layouts_and_memory(backend: str) -> None:
+    run_world(wrong_layouts_and_memory, 2, backend=backend)
+
+
+def splits_of_other_types(rank: int, size: int) -> None:
+    output = torch.empty(2)
+    with pytest.raises(TypeError, match=r"split sizes of input must be a list of int, but are \[1.0, 1.0\]"):
+        dist.all_to_all_single(output, torch.ones(2), [1.0, 1.0], [1.0, 1.0])  # type: ignore[list-item]
+    splits = [np.int64(1)] * 2 if rank == 0 else [1, 1]
+    dist.all_to_all_single(output, torch.ones(2), splits, splits)
+    assert output.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_splits_of_other_types(level: str) -> None:
+    run_world(splits_of_other_types, 2, env={"TORCH_DISTRIBUTED_DEBUG": level})

@@ -324,3 +324,15 @@ def wrong_groups(rank: int, size: int) -> None:
 
 def test_group_of_another_kind() -> None:
     run_world(wrong_groups, 1)
+
+
+def wrong_splits(rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match="pg_options"):
+        dist.split_group(split_ranks=[[0]], pg_options=5)
+    for wrong in ([0], [[0.0]]):
+        with pytest.raises(TypeError, match="split_ranks must be a list of lists of int"):
+            dist.split_group(split_ranks=wrong)
+
+
+def test_wrong_splits() -> None:
+    run_world(wrong_splits, 1, backend="cpu:host,cuda:gloo")

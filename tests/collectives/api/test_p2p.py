@@ -178,3 +178,26 @@ def wrong_messages(rank: int, size: int) -> None:
 
 def test_wrong_messages() -> None:
     run_world(wrong_messages, 2)
+
+
+def whole_or_nothing(rank: int, size: int) -> None:
+    received = torch.zeros(2)
+    if rank == 1:
+        with pytest.raises(ValueError, match="tag is -1"):
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.irecv, received, 0),
+                    dist.P2POp(dist.isend, received.clone(), 0, tag=-1),
+                ]
+            )
+        dist.barrier()
+        dist.recv(received, 0)  # which the receive of the batch would have taken
+        assert received.tolist() == [1, 1]
+    else:
+        dist.barrier()
+        dist.send(torch.ones(2), 1)
+
+
+@pytest.mark.parametrize("backend", ["host", "gloo"])
+def test_nothing_of_a_wrong_batch_is_sent(backend: str) -> None:
+    run_world(whole_or_nothing, 2, backend=backend)

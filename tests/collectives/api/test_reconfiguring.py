@@ -555,3 +555,13 @@ def grows_after_it_shrank(rank, size, url):
 
 def test_a_world_that_has_shrunk_takes_other_members(tmp_path) -> None:
     run_ranks(grows_after_it_shrank, 3, f"file://{tmp_path}/store", isolated=True)
+
+
+def test_a_world_that_cannot_listen_is_none(monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise dist.DistNetworkError("no socket, ordered by a test")
+
+    monkeypatch.setattr("collectives.api.reconfiguring.MeetingPlace", refuse)
+    with pytest.raises(dist.DistNetworkError, match="ordered by a test"):
+        dist.reconfigure_world("u", ["x"])
+    assert not dist.is_initialized()

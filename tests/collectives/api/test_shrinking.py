@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
-from harness import Died, run_world
+from harness import Died, current_store, run_ranks, run_world
 from worlds import total
 
 import collectives as dist
+
+SHORT = timedelta(seconds=2)
 
 
 def shrinks_the_world(rank, size, flags):
@@ -85,3 +88,20 @@ def refusals(rank, size):
 
 def test_wrong_arguments_change_nothing() -> None:
     run_world(refusals, 2)
+
+
+def calls_again(rank, size):
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size, timeout=SHORT)
+    if rank:
+        current_store().wait(["shrunk"], timedelta(seconds=60))
+        dist.group.WORLD.abort()
+        return None
+    with pytest.raises(dist.DistStoreError):
+        dist.shrink_group([2])  # rank 1 does not come
+    left = dist.shrink_group([1, 2]).size()
+    current_store().set("shrunk", "")
+    return left
+
+
+def test_a_call_without_one_more_rank_is_not_held_up_by_the_one_before() -> None:
+    assert run_ranks(calls_again, 3, isolated=True)[0] == 1

@@ -160,3 +160,11 @@ def sums_of_lanes(group: dist.ProcessGroup) -> None:
 def test_compositions_show_as_their_lanes(backend: str) -> None:
     options = {"lanes": 2, "backend": backend}
     run_ranks(sums_of_lanes, 2, backend="round_robin", pg_options=options, isolated=True)
+
+
+def test_a_group_that_takes_members_is_dumped() -> None:
+    group = create_group("host", GroupOptions(dist.HashStore(), 0, 1))
+    group._count_as(2, 3, 1)  # as before it is connected with them
+    assert dist.flight_record()["rank"] == 2
+    group._count_as(0, 1, 0)
+    group.shutdown()
