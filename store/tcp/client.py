@@ -194,6 +194,7 @@ class Connector:
         told = timeout <= _SILENT_S
         unproved = ""  # the text alone, since an error that this frame knew would be in a cycle
         unproved_since = 0.0
+        answered = ""
         while True:
             attempts += 1
             try:
@@ -209,6 +210,11 @@ class Connector:
                 elif isinstance(error, UnprovedError):
                     unproved_since = unproved_since if unproved else time.monotonic()
                     unproved = str(error)
+                reason = _reason(error)
+                if not isinstance(error, TimeoutError):
+                    answered = reason
+                elif answered:  # which says more, as of a server that has no room
+                    reason += f"; before: {answered}"
                 if again and isinstance(error, ConnectionRefusedError):
                     # A server that was there and listens no more has ended.
                     end = min(end, start + _GONE_S)
@@ -226,7 +232,7 @@ class Connector:
                         f"no store server answers at {self._shown_as}: gave up after "
                         f"{time.monotonic() - start:.1f} s (limit {timeout:g} s) and "
                         f"{attempts} attempt{'s' if attempts > 1 else ''}, the last one: "
-                        f"{_reason(error)}. Does the process that runs the server (rank 0, or torchrun's "
+                        f"{reason}. Does the process that runs the server (rank 0, or torchrun's "
                         "agent) run? Do MASTER_ADDR and MASTER_PORT name its machine and port on all ranks, "
                         "and does no firewall stand between?"
                     ) from error
@@ -237,7 +243,7 @@ class Connector:
                         "serves the store there, or torchrun's agent where that is MASTER_ADDR:MASTER_PORT",
                         self._shown_as,
                         _SILENT_S,
-                        _reason(error),
+                        reason,
                         timeout,
                     )
             time.sleep(min(pause, left))
