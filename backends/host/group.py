@@ -40,7 +40,7 @@ _CAPABILITIES = Capabilities(
     moves=frozenset(NATIVE_CODES),
 )
 
-_futures_lock = threading.Lock()
+_futures_lock = threading.RLock()
 """One for all Works, few of which are asked for a future."""
 
 for _type in (torch.Tensor, torch.nn.Parameter):
@@ -122,6 +122,8 @@ class HostWork(Work):
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors."""
+        if self._task.poll():
+            self._error()  # which may call listeners of the user's: not under the lock
         with _futures_lock:
             if self._future is None:
                 kind = Future if self._task.is_message else CollectiveFuture

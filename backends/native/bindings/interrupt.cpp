@@ -28,7 +28,12 @@ bool ours(nb::handle frame) {
   const nb::object name = nb::steal(PyObject_GetItem(globals.ptr(), name_key));
   if (!name.is_valid()) PyErr_Clear();
   if (!name.is_valid() || !PyUnicode_Check(name.ptr())) return false;
-  const std::string_view module = nb::borrow<nb::str>(name).c_str();
+  const char* const text = PyUnicode_AsUTF8(name.ptr());
+  if (text == nullptr) {  // lone surrogates
+    PyErr_Clear();
+    return false;
+  }
+  const std::string_view module = text;
   const auto within = [&](std::string_view package) {
     return module == package || (module.starts_with(package) && module[package.size()] == '.');
   };
@@ -46,9 +51,19 @@ nb::object calling_frame() {
   return frame;
 }
 
+// Also of a path that is no UTF-8, whose bytes Python keeps as lone surrogates.
+std::string text_of(nb::handle text) {
+  const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return "?";
+  }
+  return PyBytes_AsString(bytes.ptr());
+}
+
 std::string describe(nb::handle code, int line) {
-  const std::string file = nb::cast<nb::str>(code.attr("co_filename")).c_str();
-  const std::string function = nb::cast<nb::str>(code.attr("co_name")).c_str();
+  const std::string file = text_of(code.attr("co_filename"));
+  const std::string function = text_of(code.attr("co_name"));
   return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(line) + " in " + function;
 }
 

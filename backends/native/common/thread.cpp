@@ -58,6 +58,9 @@ void BackgroundThread::start(const char* name, std::function<void()> body) {
     throw Error(ErrorKind::resources,
                 "no thread could be started: " + std::string(error.what()) +
                     "; raise the limit of processes of this user (ulimit -u) or of its container (pids.max)");
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   ::pthread_setname_np(thread_->native_handle(), name);

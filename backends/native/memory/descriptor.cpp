@@ -56,9 +56,12 @@ struct KnownProcesses {
   std::map<long, std::weak_ptr<const Descriptor>> processes;  // by process id, as counted here
 };
 
-// Never destroyed, so that no thread can outlive it.
+// Never destroyed, so that no thread can outlive it. A forked child starts with a new one: a thread of its
+// parent may have held the lock.
 KnownProcesses& known_processes() {
   static KnownProcesses* only = new KnownProcesses();
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { only = new KnownProcesses(); });
+  static_cast<void>(registered);
   return *only;
 }
 

@@ -46,6 +46,15 @@ ConnectionManager::ConnectionManager(RankContext& context, Network network)
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(make_event()) {
   if (!epoll_) throw Error(ErrorKind::backend, with_errno("epoll_create1 failed", errno));
+  try {
+    begin();
+  } catch (...) {  // no destructor runs; the numbers may be somebody else's when this process forks
+    for (const Listener& listener : network_.listeners) cancel_close_on_fork(listener.socket.get());
+    throw;
+  }
+}
+
+void ConnectionManager::begin() {
   add(Source::wake, wake_.get(), EPOLLIN);
   for (const Listener& listener : network_.listeners) {
     add(Source::listener, listener.socket.get(), EPOLLIN);
@@ -81,6 +90,8 @@ void ConnectionManager::add(Source source, int fd, std::uint32_t events) const {
   throw Error(ErrorKind::backend, with_errno("epoll_ctl failed", errno));
 }
 
+// Before the descriptor is closed: a forked child may hold what it stands for, which would go on to have
+// events.
 void ConnectionManager::remove(int fd) const noexcept {
   epoll_event event{};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, &event);
@@ -278,9 +289,14 @@ void ConnectionManager::handle(Source source, int fd, std::uint32_t events) {
 }
 
 void ConnectionManager::handle_timers(Nanoseconds now) {
-  std::erase_if(pending_connections_, [now](const auto& entry) { return entry.second.deadline <= now; });
+  std::erase_if(pending_connections_, [&](const auto& entry) {
+    if (entry.second.deadline > now) return false;
+    remove(entry.first);
+    return true;
+  });
   for (Dial& each : dials_) {
     if (each.socket && now >= each.give_up_at) {
+      remove(each.socket.get());
       each.socket.reset();
       retry(each, ETIMEDOUT);
     } else if (!each.socket && std::get<0>(each.key) >= 0 && now >= each.again_at) {
@@ -341,6 +357,7 @@ void ConnectionManager::accept_connections(int listener) {
         const auto oldest =
             std::min_element(pending_connections_.begin(), pending_connections_.end(),
                              [](auto& a, auto& b) { return a.second.deadline < b.second.deadline; });
+        remove(oldest->first);
         pending_connections_.erase(oldest);
         // The number that is free now.
         if (Descriptor lower(::fcntl(socket.get(), F_DUPFD_CLOEXEC, 0)); lower) socket = std::move(lower);

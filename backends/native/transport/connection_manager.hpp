@@ -106,6 +106,7 @@ class ConnectionManager {
   // What an event of epoll is about.
   enum class Source : std::uint32_t { wake, listener, pending, dial, watch, control };
 
+  void begin();
   // All below on this object's own thread.
   void serve() noexcept;
   // Makes a control connection that has ended anew. The control channel hears of it, or that it fails.

@@ -145,7 +145,10 @@ std::size_t TcpInbox::available() {
       break;
     }
     if (size < 0 && errno == EINTR) continue;
-    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      if (connection_.channel.encrypted()) armed_ = false;  // a part of a record may have used the event up
+      break;
+    }
     const int error = size < 0 ? errno : 0;
     if (error == kForged) {
       error_text_ = forged_text();

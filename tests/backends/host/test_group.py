@@ -8,6 +8,7 @@ import select
 import struct
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -179,3 +180,35 @@ def _late(group):
 def test_ranks_that_wait_leave_the_cores_to_others(ranks):
     waiters = run_ranks(_late, ranks, backend="host")[1:]
     assert all(seconds < 0.1 for spent in waiters for seconds in spent.values()), waiters
+
+
+def asks_for_a_future_in_a_listener(group):
+    """What is told of the first error may be the user's, and ask for futures itself."""
+    group.set_timeout(timedelta(seconds=0.2))
+    late, other = group.recv([torch.empty(1)], 0, 0), group.recv([torch.empty(1)], 0, 1)
+    group._at_first_error(lambda _: other.get_future())
+    while not late.is_completed():
+        time.sleep(0.01)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        late.get_future().wait()
+
+
+def test_a_listener_of_errors_may_ask_for_futures():
+    run_ranks(asks_for_a_future_in_a_listener, 1, backend="host", isolated=True, timeout=30)
+
+
+def in_a_file_of_another_encoding(group):
+    """Its name is no UTF-8, and stands where errors and dumps tell who issued an operation."""
+    source = "def issue(group, tensor):\n    return group.allreduce([tensor])\n"
+    space = {}
+    exec(compile(source, "/tmp/caf\udce9/x.py", "exec"), space)
+    tensor = torch.ones(2)
+    space["issue"](group, tensor).wait()
+    if group.rank() == 1:
+        time.sleep(0.4)  # the other one looks who waits, and where
+    space["issue"](group, tensor).wait()
+    assert tensor.tolist() == [4, 4]
+
+
+def test_a_caller_in_a_file_whose_name_is_no_utf_8():
+    run_ranks(in_a_file_of_another_encoding, 2, backend="host")
