@@ -181,6 +181,8 @@ def records(data: bytes) -> Iterator[tuple[Record, int]]:
 
 
 def _framed(body: bytes) -> bytes:
+    if len(body) >= 2**32:
+        raise ValueError(f"a FileStore takes less than 4 GiB at once, but this has {len(body)} bytes")
     return _RECORD.pack(len(body), zlib.crc32(body)) + body
 
 
@@ -523,11 +525,12 @@ class _Shared:
     """The file, its content and the membership in its run, which a store and its clones share."""
 
     def __init__(self, path: str, world_size: int) -> None:
-        self.path = path
+        self.path = str(Path.cwd() / path)  # the program may change its folder
         self.users = 1
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._member = -1
+        self._held = False
         self.content = _LoggedContent()
         self._file = self._join(world_size)
         _opened.add(self)
@@ -541,11 +544,19 @@ class _Shared:
         if not self._lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
             raise DistStoreError(f"other threads have waited for the lock of {self.path} for {limit:g} s")
         try:
+            if self._held:  # by this thread: what it reads or writes now would come between
+                raise DistStoreError(
+                    f"{self.path} is in use by this thread: a signal's handler cannot use the store then"
+                )
             if self._file.closed:
                 raise DistStoreError(f"the store on {self.path} was closed")
-            with self._file.lock(exclusive, end - time.monotonic()):
-                self._read()
-                yield self.content
+            self._held = True
+            try:
+                with self._file.lock(exclusive, end - time.monotonic()):
+                    self._read()
+                    yield self.content
+            finally:
+                self._held = False
         finally:
             self._lock.release()
 
@@ -596,7 +607,7 @@ class _Shared:
 
     def after_fork(self) -> None:
         """Makes the store usable in a forked child, which is no member of the run."""
-        self._lock = threading.RLock()
+        self._lock, self._held = threading.RLock(), False
         # A thread that does not exist here may have been changing it.
         self.content = _LoggedContent()
         if not self._file.closed:
@@ -737,13 +748,16 @@ class FileStore(ContentStore):
         world_size = operator.index(world_size)
         if world_size == 0:
             raise ValueError("world_size of a FileStore cannot be 0; negative means that it is not fixed")
+        if world_size >= 2**63:
+            raise ValueError(f"world_size of a FileStore must fit in 64 bits, but is {world_size}")
+        self._path = path
         self._shared = _Shared(path, max(world_size, -1))
         self._closed = False
 
     @property
     def path(self) -> str:
         """Path of the file, as given."""
-        return self._shared.path
+        return self._path
 
     def close(self) -> None:
         """Leaves the run; the last member removes the file if the size was fixed. Idempotent."""
@@ -763,7 +777,7 @@ class FileStore(ContentStore):
         Store.__init__(copy, self.timeout)
         with self._shared.locked(False, self._seconds(None)):
             self._shared.users += 1
-        copy._shared = self._shared
+        copy._path, copy._shared = self._path, self._shared
         copy._closed = False
         return copy
 

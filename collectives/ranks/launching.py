@@ -218,9 +218,9 @@ def _end_with_parent(descriptor: int, working: threading.Event) -> None:
     poller = select.poll()
     poller.register(descriptor, select.POLLRDHUP)
     poller.poll()
-    if working.is_set():
-        _signal_group(signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+    working.wait()  # a command may be here already that the main thread has not read
+    _signal_group(signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _signal_group(number: int) -> None:

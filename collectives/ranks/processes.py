@@ -387,7 +387,9 @@ class SpawnedRanks(RankProcesses):
 
     def _how_it_ended(self, ended: _Started) -> Failed:
         (rank,), code = ended.ranks, ended.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        names = {int(one): one.name for one in signal.Signals}  # not all of the real-time ones
+        killed = f"was killed by {names.get(-code, f'signal {-code}')}"
+        how = killed if code < 0 else f"exited with status {code}"
         return Failed(rank, time.monotonic_ns(), f"rank {rank} {how} before the function returned")
 
     def close(self, *, at_once: bool = False) -> None:
@@ -430,7 +432,11 @@ class CommandRanks(RankProcesses):
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
         self._name = command[0]
         words = [*command, self.address]
-        self._start(words, range(size), env=environment, stdout=self._output, stderr=subprocess.STDOUT)
+        try:
+            self._start(words, range(size), env=environment, stdout=self._output, stderr=subprocess.STDOUT)
+        except BaseException:
+            self.close(at_once=True)
+            raise
         self._begin(first)
 
     def _how_it_ended(self, ended: _Started) -> Failed:

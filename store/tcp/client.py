@@ -359,11 +359,11 @@ def _remaining(deadline: float) -> float:
 def is_of_this_machine(address: str) -> bool:
     """Tells whether this machine has a network address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:  # a kernel without IPv6 has no such sockets
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address.partition("%")[0], 0))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL
+    except OSError as error:
+        return error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
     return True
 
 
@@ -381,7 +381,7 @@ Garbage collection ends whatever it finds beside a store, even where the store s
 """
 
 _IDLE_KEPT = 2
-_LEAST_CONNECT_S = 2.0
+LEAST_CONNECT_S = 2.0
 """How long another connection is tried for whatever the limit of the call."""
 _REASON_S = 2.0
 """How long a server that has hung up may take to say why."""
@@ -530,7 +530,7 @@ class Client:
                 connection = LocalConnection(server)
                 self._connections.add(connection)
                 return connection
-        connection = self._connector.connect(max(timeout, _LEAST_CONNECT_S), again=True)
+        connection = self._connector.connect(max(timeout, LEAST_CONNECT_S), again=True)
         try:
             with self._lock:
                 self._raise_failure(operation)  # close() could not end what was not here yet

@@ -20,7 +20,7 @@ from collectives.secret import SECRET, derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.encryption import ENCRYPTION, encryption
 from collectives.store.process import own_user_only
-from collectives.store.tcp.client import Client, Trust, is_of_this_machine
+from collectives.store.tcp.client import LEAST_CONNECT_S, Client, Trust, is_of_this_machine
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
     INIT_KEY,
@@ -215,18 +215,19 @@ class TCPStore(Store):
         Store.__init__(copy, self.timeout)
         copy._host, copy._port, copy._server = self._host, self._port, self._server
         copy._trust, copy._ours, copy._has_queues = self._trust, self._ours, self._has_queues
-        copy._client = copy._make_client()
+        copy._client = copy._make_client(LEAST_CONNECT_S)  # though the limit for missing keys may be none
         return copy
 
     def _address(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._port}"
 
-    def _make_client(self) -> Client:
+    def _make_client(self, least: float = 0.0) -> Client:
         # The server's own process need not resolve the name, which may lead through a router and back.
         host = self._host if self._server is None else self._server.address
-        native = None if self._server is None else self._server.native
-        return Client(host, self._port, self._address(), self._trust, self._seconds(None), native)
+        native = self._server.native if self._server is not None and self._server.native.running else None
+        limit = max(least, self._seconds(None))
+        return Client(host, self._port, self._address(), self._trust, limit, native)
 
     def _wait_for_workers(self, world_size: int) -> None:
         limit = self._seconds(None)
@@ -268,8 +269,11 @@ class TCPStore(Store):
         if self._is_of_ours():
             try:
                 return int(self._ask("add", "bkn", (Command.ADD, key, amount), "n")[0])
-            except DistStoreError:
-                pass  # which has changed nothing, and below tells what is there
+            except DistStoreError:  # which has changed nothing
+                (value,) = self._ask("add", "bk", (Command.GET, key), "v")
+                if not value or _is_counter(value, amount):
+                    raise  # as a server that is full
+                self._raise_not_a_counter(key, amount, value)
         return self._count(_stored(key), amount)
 
     def _is_of_ours(self) -> bool:
@@ -475,7 +479,8 @@ class TCPStore(Store):
         if not self._is_of_ours():
             return self._count(_stored(key), -1)
         (count,) = self._ask("barrier", "bk", (Command.GET, key), "v")
-        return int(count or b"0")  # which the server has taken this caller out of
+        # The server has taken this caller out of it, unless somebody has set the key to something else.
+        return int(count) if _DECIMAL.fullmatch(count) else 0
 
 
 def _trust(purpose: str) -> Trust:
@@ -535,7 +540,8 @@ def _start_server(
             return _Server(host, port, listen_fd, trust)
         with _shared_lock:
             server = _shared_servers.get(port) if listen_fd is None else None
-            if server is None or (server.loopback_only and not is_loopback(host)):
+            inherited = server is not None and not server.native.running  # in a forked child
+            if server is None or inherited or (server.loopback_only and not is_loopback(host)):
                 server = _Server(host, port, listen_fd, trust)
                 _shared_servers[server.port] = server
             return server

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import pytest
 
 from collectives.cli import main
+from collectives.cli.output_files import output_file
 
 COMMANDS = [
     *(["bench", name, option] for name in ("allreduce", "ddp", "store") for option in ("--json", "--html")),
@@ -50,3 +54,8 @@ def test_a_folder_is_no_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "store", "--json", str(tmp_path)])
     assert "Is a directory" in capsys.readouterr().err
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
+        output_file(tmp_path / ("x" * 300))

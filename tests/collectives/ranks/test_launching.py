@@ -212,3 +212,12 @@ def running(pid):
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_rank_that_a_real_time_signal_kills() -> None:
+    with pytest.raises(collectives.RankFailedError, match=r"killed by signal \d+"):
+        collectives.launch(dies_by_a_real_time_signal, nproc=1)
+
+
+def dies_by_a_real_time_signal() -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)

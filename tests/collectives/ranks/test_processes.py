@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import bench_bodies
 import pytest
 
 from collectives.bench.core.ranks import barrier_memory
+from collectives.ranks import launching
 from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
 
 
@@ -135,3 +140,31 @@ def test_a_command_that_does_not_listen_is_ended(monkeypatch):
         pid = team._processes[0].process.pid
     assert gone(pid)
     assert time.monotonic() - begin < 30
+
+
+def test_a_command_that_is_missing_leaves_no_descriptor() -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    with pytest.raises(FileNotFoundError):
+        CommandRanks(1, ["/missing/mpirun"], dict(os.environ), None)
+    assert descriptors() == before
+
+
+def test_a_command_queued_before_the_end_of_the_parent() -> None:
+    mine, its = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        working = threading.Event()
+        watch = threading.Thread(target=launching._end_with_parent, args=(its.fileno(), working), daemon=True)
+        watch.start()
+        watch.join(1.0)
+        working.set()
+        time.sleep(5)
+        os._exit(7)
+    its.close()
+    mine.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -358,3 +358,47 @@ def test_nothing_is_left_open(path):
         FileStore(str(path.parent / "no" / "folder"), 1)
     assert descriptors() == before
     assert not path.exists()
+
+
+def test_a_handler_does_not_destroy_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real, refused = FileStore(str(tmp_path / "store")), os.pwrite, []
+
+    def handler(*_: object) -> None:
+        try:
+            store.set("b", "2")
+        except collectives.DistStoreError as error:
+            refused.append(str(error))
+
+    def pwrite(*args: object) -> int:
+        if not refused:
+            signal.raise_signal(signal.SIGUSR1)
+        return real(*args)  # type: ignore[arg-type]
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        assert "a signal's handler cannot use the store then" in refused[0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        store.close()
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = FileStore("store", 1)
+    store.set_timeout(timedelta(0))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(collectives.DistStoreError, match="'missing'"):
+        store.get("missing")
+    assert store.path == "store"
+    store.close()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_size_beyond_the_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="64 bits"):
+        FileStore(str(tmp_path / "store"), 2**63)
+    assert not (tmp_path / "store").exists()

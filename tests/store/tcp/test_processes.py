@@ -214,6 +214,10 @@ class TestForking:
         assert server.get("before") == b""
         client.close()
 
+    def test_a_clone_in_a_child(self, server):
+        assert in_child(lambda: server.clone().add("n", 1)) == 1
+        assert server.add("n", 1) == 2
+
     def test_a_child_does_not_hold_the_server(self):
         server = TCPStore("127.0.0.1", 0, is_master=True)
         client = TCPStore("127.0.0.1", server.port)

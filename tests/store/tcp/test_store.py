@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import gc
 import inspect
 import re
@@ -414,3 +415,49 @@ class TestLimits:
             server.multi_set(keys[:2000], keys[:2000])
             server.multi_set(keys[2000:], keys[2000:])
             assert waiting.result(20) == [key.encode() for key in keys]
+
+
+def test_a_kernel_without_ipv6(server, monkeypatch):
+    real, look = socket.socket, socket.getaddrinfo
+
+    class WithoutIPv6(real):
+        def __init__(self, family=-1, *args, **kwargs):
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "no IPv6")
+            super().__init__(family, *args, **kwargs)
+
+    def both(host, port, **kwargs):
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))
+        return [six, *look("127.0.0.1", port, **kwargs)]
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    TCPStore("localhost", server.port, timeout=timedelta(seconds=5)).close()
+
+
+def test_a_clone_of_a_store_that_does_not_wait(server):
+    server.set("key", "value")
+    server.set_timeout(timedelta(0))
+    copy = server.clone()
+    assert copy.get("key") == b"value"
+    copy.close()
+
+
+def test_add_at_a_full_server(monkeypatch):
+    monkeypatch.setenv("COLLECTIVES_STORE_BYTES", str(2**20))
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    for size in (3000, 1):  # to the last byte
+        with suppress(collectives.DistStoreError):
+            for number in range(10**5):
+                store.set(f"{size}/{number}", "x" * size)
+    with pytest.raises(collectives.DistStoreError, match="COLLECTIVES_STORE_BYTES"):
+        store.add("another counter", 1)
+    store.close()
+
+
+def test_a_barrier_whose_key_somebody_sets(server):
+    other = server.clone()
+    threading.Timer(0.2, other.set, ("key", "text")).start()
+    with pytest.raises(collectives.DistStoreError):
+        server.barrier("key", 2, timedelta(seconds=0.6))
+    other.close()
