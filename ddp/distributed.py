@@ -456,8 +456,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         Called by all ranks of the new group, outside of a backward pass; does not communicate, apart from
         where one of torch's own groups is given for the first time. Parameters, buffers and gradients stay as
         they are: all ranks have the same, or the program sends them. Buckets are laid out anew, and counts of
-        passes begin again. A hook stays registered; the group in its state is the program's to change, but
-        where the state is the former group.
+        passes begin again. Backward passes of forwards that came before reduce nothing. A hook stays
+        registered; the group in its state is the program's to change, unless that is the former group itself.
 
         Args:
             new_process_group: as ``process_group`` of the constructor. On a rank that is not in it,
@@ -473,8 +473,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             return
         former, rate = self.process_group, self.reducer.clock.sample_rate
         group = resolve_group(new_process_group)
-        self.reducer.retire()
-        self._use_group(group, new_process_group)
+        former_reducer, given = self.reducer, self._given_group
+        try:
+            self._use_group(group, new_process_group)
+        except BaseException:
+            self.process_group, self._given_group = former, given
+            raise
+        former_reducer.retire()
         self.require_forward_param_sync = True  # as on ranks that have not been in the former group
         self.reducer.clock.sample_rate = rate
         self._comm_hooks = [

@@ -525,7 +525,7 @@ class _Shared:
     """The file, its content and the membership in its run, which a store and its clones share."""
 
     def __init__(self, path: str, world_size: int) -> None:
-        self.path = str(Path.cwd() / path)  # the program may change its folder
+        self.path = str(Path(path).absolute())  # the program may change its folder
         self.users = 1
         self._lock = threading.RLock()
         self._owner = os.getpid()

@@ -55,7 +55,7 @@ _STORE_SECONDS = 1.0
 """How long the store may take, whose server may be the stopped process that is to blame: time limits must not
 wait for it."""
 
-_SLOW_STORE_SECONDS = 5.0
+_SLOW_STORE_SECONDS = 2.5
 """How long it may take where a connection broke and it alone can tell why: a machine may be overloaded."""
 
 _SHUT_DOWN_SECONDS = 3.0
@@ -357,7 +357,10 @@ class Health:
             publish(self._store, f"process/{self.rank}", None)
 
     def find_lost(self) -> Departure | None:
-        """Returns a rank that is gone, ``None`` where none is found within a second, or 5 of a slow store."""
+        """Returns a rank that is gone, ``None`` where none is found within a second, or 2.5 of a slow store.
+
+        As long again where an earlier question to the store has no answer yet.
+        """
         found, error = self._ask(self._find_lost, _SLOW_STORE_SECONDS)
         return found if error is None else next(self._ended(asks=False), None)
 

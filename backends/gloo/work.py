@@ -214,19 +214,17 @@ class MessageGlooWork(OperationWork):
             if returned:
                 interruption = raised
             elif isinstance(raised, RuntimeError) and not local:
-                try:
-                    error = self._owner.failed(self.operation, raised)
-                except BaseException as signalled:  # noqa: BLE001 - of a handler; the message has failed
-                    interruption = signalled
-                    text = f"{self._owner.where} {self.operation}: Gloo failed: {raised}"
-                    error = DistBackendError(text, **self.operation.about)
+                error, interruption = self._failed(raised)
                 error.__cause__ = raised
             else:
                 self._claim.release()
                 self._wait_in_thread()
                 raise
         if local and (found := returned[0]) is not None:
-            error = self._owner.failed(self.operation, found) if type(found) is RuntimeError else found
+            error = found
+            if type(found) is RuntimeError:
+                error, signalled = self._failed(found)
+                interruption = interruption or signalled
         if returned and self._source == -1:
             self._source = int(self._inner._source_rank())  # the public name is deprecated
         self._inner = None  # it holds the connections
@@ -237,6 +235,14 @@ class MessageGlooWork(OperationWork):
         self.tell_end()
         if interruption is not None:
             raise interruption
+
+    def _failed(self, raised: Exception) -> tuple[Exception, BaseException | None]:
+        """Returns the error of the message, and what a signal's handler raised while its cause was sought."""
+        try:
+            return self._owner.failed(self.operation, raised), None
+        except BaseException as signalled:  # noqa: BLE001 - returned; the message has failed all the same
+            text = f"{self._owner.where} {self.operation}: Gloo failed: {raised}"
+            return DistBackendError(text, **self.operation.about), signalled
 
     def _has_ended(self) -> bool:
         return self._done.is_set()

@@ -40,7 +40,7 @@ _CAPABILITIES = Capabilities(
     moves=frozenset(NATIVE_CODES),
 )
 
-_futures_lock = threading.RLock()
+_futures_lock = threading.Lock()
 """One for all Works, few of which are asked for a future."""
 
 for _type in (torch.Tensor, torch.nn.Parameter):
@@ -122,18 +122,22 @@ class HostWork(Work):
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors."""
-        if self._task.poll():
-            self._error()  # which may call listeners of the user's: not under the lock
         with _futures_lock:
-            if self._future is None:
-                kind = Future if self._task.is_message else CollectiveFuture
-                future: Future[list[torch.Tensor]] = kind()
-                if self._task.poll():
-                    self._complete(future)
-                else:
-                    complete_after(self._task, id(self._group), partial(self._complete, future))
-                self._future = future
-            return self._future
+            if self._future is not None:
+                return self._future
+            kind = Future if self._task.is_message else CollectiveFuture
+            future: Future[list[torch.Tensor]] = kind()
+            self._future = future
+        # Without the lock: what is told of an error may be the user's, and ask for futures.
+        try:
+            if self._task.poll():
+                self._complete(future)
+            else:
+                complete_after(self._task, id(self._group), partial(self._complete, future))
+        except BaseException:
+            self._future = None
+            raise
+        return future
 
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
         settle(future, self._error(), self._outputs)
@@ -174,8 +178,8 @@ class ProcessGroupHost(ProcessGroup):
     ``COLLECTIVES_ENCRYPTION`` is ``off`` on all of them. ``COLLECTIVES_HOST_MACHINE`` divides a machine:
     ranks with different labels share no memory.
 
-    Memory beyond the tensors: 0.1 MiB a rank; 4 MiB (5 in a group of two) from the first collective on that
-    takes more than 4 KiB of a rank (more between machines); and up to 1 MiB for each rank that it sends
+    Memory beyond the tensors: 0.1 MiB a rank; some 4 MiB (5 in a group of two) from the first collective on
+    that takes more than 4 KiB of a rank (more between machines); and up to 1 MiB for each rank that it sends
     messages to, but no more than 4 MiB for all of them where they are 256 or fewer. Where there is none, that
     operation breaks the group with a :class:`~collectives.DistBackendError` on all ranks.
 

@@ -263,7 +263,7 @@ class Work(Uncompiled, ABC):
         return self.get_future().then(code)
 
 
-_first = threading.Lock()
+_first = threading.RLock()
 """Held while a Work takes its future, which a Work of a fast path has no lock of its own for."""
 
 

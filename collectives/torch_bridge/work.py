@@ -81,7 +81,7 @@ class TorchWork(Forwarding, _Work):
         return hold_for_cpp(self).boxed()
 
 
-_making = threading.Lock()
+_making = threading.RLock()
 """Held while a Work that was done makes what several threads may ask for."""
 
 

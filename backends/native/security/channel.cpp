@@ -77,6 +77,7 @@ class Channel::Protection {
   ssize_t send(int socket, iovec* parts, std::size_t count, std::uint64_t& handed_over);
   ssize_t receive(int socket, iovec* parts, std::size_t count, int flags);
   bool holds() const noexcept { return rest_.size() > 0 || whole_ || incoming_; }
+  bool holds_part() const noexcept { return in_.size() > 0; }
 
  private:
   // Bytes from `begin` to `end` of some memory, which grows, and is not cleared.
@@ -203,6 +204,8 @@ Channel::Protection::Protection(SessionSecrets secrets, std::size_t batch)
       opens_(RecordCipher::Role::opens, secrets.suite, std::move(secrets.incoming)) {}
 
 bool Channel::holds() const noexcept { return protection_ != nullptr && protection_->holds(); }
+
+bool Channel::holds_part() const noexcept { return protection_ != nullptr && protection_->holds_part(); }
 
 // ---- sending
 

@@ -82,6 +82,9 @@ class Channel {
   // Whether `receive` has bytes, or an error, of which the kernel tells nothing.
   bool holds() const noexcept;
 
+  // Whether `receive` has a part of a record, and needs the rest.
+  bool holds_part() const noexcept;
+
   // Bytes that were handed to the kernel, what encryption adds included.
   std::uint64_t handed_over() const noexcept { return handed_over_; }
 

@@ -146,7 +146,7 @@ std::size_t TcpInbox::available() {
     }
     if (size < 0 && errno == EINTR) continue;
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-      if (connection_.channel.encrypted()) armed_ = false;  // a part of a record may have used the event up
+      if (connection_.channel.holds_part()) armed_ = false;  // which may have used the event up
       break;
     }
     const int error = size < 0 ? errno : 0;
