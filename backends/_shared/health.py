@@ -46,8 +46,8 @@ from collectives.threads import start_thread
 _T = TypeVar("_T")
 
 _SEARCH_SECONDS = 1.0
-"""How long to look: a killed process closes its connections a little before the system calls it dead, and who
-gives up closes them when the store has not taken its reason in the time below, which may yet come."""
+"""How long to look: a killed process closes its connections a little before the system calls it dead, and a
+rank that gives up waits no longer than this for the store to take its reason."""
 
 _POLL_SECONDS = 0.01
 
@@ -56,7 +56,7 @@ _STORE_SECONDS = 1.0
 wait for it."""
 
 _SLOW_STORE_SECONDS = 2.5
-"""How long it may take where a connection broke and it alone can tell why: a machine may be overloaded."""
+"""How long it may take after a connection broke, when nothing else tells why; it may be overloaded."""
 
 _SHUT_DOWN_SECONDS = 3.0
 """How long an operation may need a rank that has shut the group down: its last messages arrive."""

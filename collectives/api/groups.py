@@ -542,7 +542,7 @@ def split_group(
         where = f"[rank {parent.rank()}] split_group on {parent.describe()}"
         if not split_ranks:
             raise ValueError(f"{where}: split_ranks must be given, a list of lists of ranks of this group")
-        try:  # as of other types with the same values, the ranks' requests would differ
+        try:  # numbers of another type with the same values would make the ranks' requests differ
             split_ranks = [[operator.index(r) for r in part] for part in split_ranks]
         except TypeError as error:
             raise TypeError(
@@ -636,7 +636,7 @@ def shrink_group(
         if shrink_flags == SHRINK_ABORT:
             abort_all([old])
         turn = local_turn(f"{record.name}.shrunk to {members}")
-        # Of the members, too: who calls again without one more is not held up by what it left behind.
+        # The members are part of the name: what a failed call left in the store concerns its members only.
         name = f"{record.name}.shrunk.{hashed_name(members, '')[:8]}.{turn}"
         request = f"group {name} of ranks {members} on {record.config!r}"
         here, replaces, standby = default.rank(), old is default, world.standby

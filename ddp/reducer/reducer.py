@@ -2,9 +2,8 @@
 
 Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is searched with
 ``skip_all_reduce_unused_params`` only; otherwise, what is unused in a pass is what the autograd engine has
-not brought when it ends. A pass is synchronised where a
-forward that it belongs to ran outside ``no_sync``. The way of a gradient is in
-``docs/internals/architecture.md``.
+not brought when it ends. A pass is synchronised where a forward that it belongs to ran outside ``no_sync``.
+The way of a gradient is in ``docs/internals/architecture.md``.
 """
 
 from __future__ import annotations
@@ -259,14 +258,14 @@ class Reducer:
         """
         self._settle(together=True)
         self._recovery.ended = self._recovery.left_out = 0
-        self._end.progress = Progress(accumulated=self._end.progress.has_gradients())
+        self.leave_join()
 
     def leave_join(self) -> None:
-        """Counts anew what ranks have done since the last common pass, as :meth:`enter_join` does."""
+        """Counts passes anew: what ranks did apart from each other within the Join does not count."""
         self._end.progress = Progress(accumulated=self._end.progress.has_gradients())
 
     def retire(self) -> None:
-        """Ends this reducer, in whose place another one comes: what lives of its outputs reduces nothing."""
+        """Ends this reducer, which another one replaces; backward passes of its outputs reduce nothing."""
         self._hooks = self._strangers = engine.GradientHooks([])
         self._latest, self._is_retired = None, True
 

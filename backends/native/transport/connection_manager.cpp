@@ -90,8 +90,8 @@ void ConnectionManager::add(Source source, int fd, std::uint32_t events) const {
   throw Error(ErrorKind::backend, with_errno("epoll_ctl failed", errno));
 }
 
-// Before the descriptor is closed: a forked child may hold what it stands for, which would go on to have
-// events.
+// To be called before the descriptor is closed: while a forked child holds the connection, epoll would go on
+// to report it.
 void ConnectionManager::remove(int fd) const noexcept {
   epoll_event event{};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, &event);
