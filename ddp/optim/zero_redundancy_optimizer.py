@@ -103,7 +103,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         super().__init__(params if isinstance(params, torch.Tensor) else list(params), defaults)
         if not any(group["params"] for group in self.param_groups):
-            raise ValueError("there is no parameter in any group; give one at least")
+            raise ValueError(
+                f"[rank {self.process_group.rank()}] ZeroRedundancyOptimizer: there is no parameter in any "
+                "group; give at least one"
+            )
         _check_kinds(self.param_groups)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
